@@ -495,7 +495,7 @@ def test_a_verb_is_no_other_verb(verb: str) -> None:
         ("tie_weights", "did you mean model.tied?"),
         ("run.wandb", "did you mean run.trackers?"),
         ("temperature", "an option of `phalanx generate`"),
-        ("mtp_num_layers", "prediction of several tokens is priced and not trained: model.mtp"),
+        ("mtp_num_layers", "model.mtp says how many of the n_layers"),
     ],
 )
 def test_fields_of_other_programs_are_known(name: str, said: str) -> None:

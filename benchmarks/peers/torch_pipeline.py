@@ -47,7 +47,7 @@ class StageModule(nn.Module):
         if self.stage.first:
             x = self.model.embed_tokens(x, self.places, None)
         x = self.model.through(self.stage.layers, x, self.places)
-        return self.model.logits(self.model.normed(x)) if self.stage.last else x
+        return self.model.logits(self.model.gathered(self.model.normed(x))) if self.stage.last else x
 
 
 class TorchPipeline:

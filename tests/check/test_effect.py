@@ -21,7 +21,8 @@ from phalanx.train.start import vocabulary_of as vocabulary_of_run
 ELSEWHERE = {
     "model": """
         preset from n_layers d_model n_heads n_kv_heads head_dim vocab_size seq_len window full_every
-        attention feed_forward norm norm_place parallel_block positions activation bias qk_norm sinks
+        window_pattern query_growth.rate attention feed_forward norm norm_place parallel_block positions activation
+        bias qk_norm sinks
         attention_scale attention_softcap logit_softcap scaled_embedding tied embedding_multiplier
         residual_multiplier logit_divisor
         dropout norm_eps window_rope_theta

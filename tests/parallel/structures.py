@@ -1,11 +1,11 @@
 """Small models with the parts around attention that families add: norms after the halves, parallel blocks, gates of
-other kinds, soft caps, scaled embeddings, biases of routers and experts."""
+other kinds, soft caps, scaled embeddings, biases of routers and experts, modules for further tokens."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from phalanx.config.model import ModelConfig, MoE
+from phalanx.config.model import MLA, ModelConfig, MoE
 
 LLAMA = ModelConfig(
     n_layers=2,
@@ -44,6 +44,15 @@ NEOX_WITH_EXPERTS = replace(
     moe=MoE(n_experts=4, top_k=2, d_ff=16, router_bias=True, bias_balanced=True, n_shared=1, n_dense_layers=1),
 )
 GEMMA_WITH_EXPERTS = replace(GEMMA_2, dropout=0.2, bias=True, moe=MoE(n_experts=4, top_k=2, d_ff=16, capacity=1.5))
+DEEPSEEK_WITH_MODULES = replace(
+    LLAMA,
+    n_layers=5,
+    n_kv_heads=4,
+    mtp=2,
+    dropout=0.2,
+    mla=MLA(q_rank=12, kv_rank=8, rope_head_dim=4, nope_head_dim=4, v_head_dim=6),
+    moe=MoE(n_experts=4, top_k=2, d_ff=16, n_shared=1, n_dense_layers=1, router="sigmoid", bias_balanced=True),
+)
 STRUCTURES = {
     "olmo2": OLMO_2,
     "gemma2": GEMMA_2,
@@ -51,4 +60,6 @@ STRUCTURES = {
     "gpt-oss": GPT_OSS,
     "neox with experts": NEOX_WITH_EXPERTS,
     "gemma2 with experts": GEMMA_WITH_EXPERTS,
+    "further tokens": replace(LLAMA, n_layers=3, mtp=1, tied=True),
+    "further tokens with experts": DEEPSEEK_WITH_MODULES,
 }

@@ -66,6 +66,16 @@ LAYOUTS = {
     ],
     "neox with experts": ["dp_shard=2,ep=2,tp=2,zero=3,recompute=full"],
     "gemma2 with experts": ["tp=2,sp=true,recompute=full"],
+    "further tokens": [
+        "tp=2,pp=2,accumulation=3,loss_chunk=5",
+        "cp=2,tp=2,sp=true,zero=1,recompute=full",
+        "dp_replicate=2,tp=2,recompute=mlp",
+    ],
+    "further tokens with experts": [
+        "dp_shard=2,ep=2,tp=2,sp=true,zero=3,recompute=full",
+        "pp=2,accumulation=3,dp_shard=2,zero=3",
+        "pp=2,accumulation=4,schedule=dualpipe,cp=2,zero=1",
+    ],
 }
 SENT = {
     "parallel with dropout": (replace(NEOX, dropout=0.1), "tp=2,sp=true,recompute=full"),

@@ -25,6 +25,7 @@ MODELS = {
     "experts": f"{LLAMA} {EXPERTS}",
     "latent": f"{LLAMA} model.n_kv_heads=0 model.mla.q_rank=12 model.mla.kv_rank=8 model.mla.rope_head_dim=4 "
     "model.mla.nope_head_dim=4 model.mla.v_head_dim=4",
+    "further tokens": f"{LLAMA} model.n_layers=4 model.mtp=2 model.tied=true",
     "adapters": f"{LLAMA} model.lora.rank=2",
 }
 """The models' settings, by name."""

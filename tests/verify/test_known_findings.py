@@ -1,8 +1,8 @@
 """Silent bugs that others found where parallelisms compose, each as a layout of ours that equals one process.
 
 Megatron-LM 7452 lists eleven. Its findings 4 and 9 are NOT_FOUND: their texts were not to be had. Some are of parts
-that are not trained here (multi-token prediction, cross-attention, delta nets, images): then the part of ours that
-could have the same mistake stands for them."""
+that are not trained here (cross-attention, images): then the part of ours that could have the same mistake stands for
+them."""
 
 from __future__ import annotations
 
@@ -45,10 +45,10 @@ FINDINGS = (
     ),
     Finding(
         "Megatron-LM 7452.3",
-        "A loss beside the main one (of multi-token prediction) was divided by each rank's own tokens; ours beside "
-        "it are those of routers, here with padding that differs from rank to rank.",
-        "experts",
-        ("dp_replicate=2,dp_shard=2,zero=1",),
+        "A loss beside the main one (of multi-token prediction) was divided by each rank's own tokens; here with "
+        "padding that differs from rank to rank, and documents over the borders of context-parallel ranks.",
+        "further tokens",
+        ("dp_replicate=2,dp_shard=2,zero=1", "cp=2", "tp=2,sp=true,pp=2,accumulation=4", "dp_shard=2,pp=2,zero=3"),
         CHATS,
     ),
     Finding(

@@ -43,7 +43,7 @@ def _named(job: Job) -> Iterator[Problem]:
         note = f" (accumulation in {equation.equation()})"
         choice = layout.pp, equation.accumulation, layout.pp_chunks, layout.pp_slices
         # With more stages than layers, the nearest legal number of ranks follows from the layers.
-        sized = catalogue.stages(name, layout.pp, layout.pp_chunks) <= job.model.n_layers
+        sized = catalogue.stages(name, layout.pp, layout.pp_chunks) <= job.model.most_stages
         for problem in catalogue.problems(name, *choice, sized=sized):
             yield "layout.schedule", problem + (note if "micro-batch" in problem else "")
     least, most = entry.chunks
@@ -51,7 +51,7 @@ def _named(job: Job) -> Iterator[Problem]:
         stages = catalogue.stages(name, layout.pp, layout.pp_chunks)
         chunks = stages // layout.pp
         equals = f"pp {layout.pp} × chunks {chunks} = {stages}" if chunks > 1 else f"pp {layout.pp}"
-        yield from _stages(job, stages, equals, _fewer(job) if stages > job.model.n_layers else "")
+        yield from _stages(job, stages, equals, _fewer(job) if stages > job.model.most_stages else "")
     if entry.sliced:
         yield from _slices(job, layout.pp_slices or entry.slices)
     if entry.steps > 1:
@@ -102,15 +102,16 @@ def _file(job: Job) -> Iterator[Problem]:
 
 def _stages(job: Job, stages: int, equals: str, legal: str) -> Iterator[Problem]:
     """Yields the problems of the number of stages, and of the user's cut, with the model's layers."""
-    layers, text = job.model.n_layers, job.layout.pp_cut
-    if stages > layers:
+    layers, most, text, mtp = job.model.n_layers, job.model.most_stages, job.layout.pp_cut, job.model.mtp
+    if stages > most:
+        has = f", the last with all {mtp} modules for further tokens" if most < layers else ""
         yield (
             "layout.pp",
-            f"{equals} stages need at least as many layers, the model has {layers}; nearest legal: {legal}",
+            f"{equals} stages need at least as many layers{has}, the model has {layers}; nearest legal: {legal}",
         )
     if text:
         try:
-            written_stages(text, stages, layers)
+            written_stages(text, stages, layers, mtp)
         except JobError as error:
             yield from (("layout.pp_cut", problem) for problem in error.problems)
 
@@ -189,11 +190,14 @@ def _stashing(job: Job) -> Iterator[Problem]:
             )
     for field, value, legal in (
         ("model.tied", job.model.tied, "false"),
+        ("model.mtp", job.model.mtp, 0),
         ("model.moe.n_experts", job.model.moe.n_experts, 0),
         ("layout.offload", layout.offload != "none", "none"),
     ):
         if value:
-            why = "both ends share a matrix" if field == "model.tied" else f"{field} counts on whole steps"
+            why = (
+                "both ends share a matrix" if field in ("model.tied", "model.mtp") else f"{field} counts on whole steps"
+            )
             yield field, f"{each}, and {why}; nearest legal: {field.rpartition('.')[2]}={legal}, or 1f1b"
     if job.train.precision == "fp16":
         yield "train.precision", f"{each}, with one loss scale per step; nearest legal: precision=bf16, or 1f1b"
@@ -201,7 +205,7 @@ def _stashing(job: Job) -> Iterator[Problem]:
 
 def _fewer(job: Job) -> str:
     """Returns the nearest legal changes for fewer layers than stages: fewer ranks, or fewer stages per rank."""
-    layout, layers = job.layout, job.model.n_layers
+    layout, layers = job.layout, job.model.most_stages
     chunks = catalogue.chunks_of(layout.schedule, layout.pp_chunks)
     by_pp = next(pp for pp in range(min(layout.pp - 1, layers), 0, -1) if _fits(job, pp=pp))
     by_chunks = next((n for n in range(min(chunks - 1, layers), 0, -1) if _fits(job, pp_chunks=n)), 0)
@@ -216,7 +220,7 @@ def _fits(job: Job, **changed: int) -> bool:
     equation = _equation(dataclasses.replace(job, layout=layout))
     return (
         equation is not None
-        and catalogue.stages(layout.schedule, layout.pp, layout.pp_chunks) <= job.model.n_layers
+        and catalogue.stages(layout.schedule, layout.pp, layout.pp_chunks) <= job.model.most_stages
         and not catalogue.problems(
             layout.schedule, layout.pp, equation.accumulation, layout.pp_chunks, layout.pp_slices
         )

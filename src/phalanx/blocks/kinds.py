@@ -190,6 +190,12 @@ def expert_problems(model: ModelConfig) -> Iterator[tuple[str, str]]:
             "with top_k 1 the gate is always 1 and the router gets no gradient from the loss; nearest legal: "
             "renormalise=false",
         )
+    if moe.scale_inputs and model.bias:
+        yield (
+            "model.moe.scale_inputs",
+            "experts with biases return something for inputs of zeros, as dropped choices have; nearest legal: "
+            "bias=false, or scale_inputs=false",
+        )
     if moe.bias_balanced and not moe.bias_rate:
         yield "model.moe.bias_rate", f"must be above 0 with bias_balanced, is {moe.bias_rate}"
     if moe.n_dense_layers > n_layers:
@@ -511,7 +517,6 @@ def untrained(model: ModelConfig) -> list[str]:
     fields = [
         (model.activation == "relu2", "activation=relu2"),
         (model.moe.latent, f"moe.latent={model.moe.latent}"),
-        (model.mtp, f"mtp={model.mtp}"),
     ]
     return parts + [text for is_set, text in fields if is_set]
 
@@ -530,7 +535,7 @@ def block_kinds(model: ModelConfig) -> tuple[BlockKind, ...]:
     for layer in range(model.n_layers):
         window = window_within(model.window_of(layer), model.seq_len)
         turns = model.positions != "rope" or model.rotates(layer)
-        kind = BlockKind(core[layer % len(core)], wide[layer % len(wide)], window, turns)
+        kind = BlockKind(model.kind_of(core, layer), model.kind_of(wide, layer), window, turns)
         is_dense = kind.routed and layer < model.moe.n_dense_layers
         kind = kind._replace(predicts=layer >= model.n_layers - model.mtp)
         kinds.append(kind._replace(feed_forward="dense") if is_dense else kind)

@@ -308,35 +308,54 @@ def head(place: Place, vocabulary: int) -> Iterator[Operator]:
 
 
 def joined(place: Place) -> Iterator[Operator]:
-    """Yields what a module for one more token does before its block (DeepSeek-V3, section 2.2): norms of the hidden
-    states and of the next tokens' embeddings, and the matrix that joins them."""
+    """Yields what a module for one more token does before its block (DeepSeek-V3, section 2.2): the look-up of the
+    tokens' embeddings, norms of these and of the hidden states, and the matrix that joins them. The look-up is outside
+    of what is computed again."""
     model, numbers = place.model, place.hidden / place.token_share
     width = model.d_model
+    yield replace(
+        embedding(place, place.model.vocab_size),
+        name="join embedding",
+        weights=(),
+        # A frozen embedding has no gradient.
+        messages=tuple(each._replace(backward=0) if model.lora.rank else each for each in leave(place, again=False)),
+    )
+    # Of all tokens the hidden states are the input of the head of the depth before, which counts them.
+    norms = norm_saved(place, width, shared=place.token_share == 1) + norm_saved(place, width)
+    own = (1 + (place.token_share > 1)) * width * place.width
+    joined = 2 * width * saved_input(place, "attention")
     yield Operator(
         "join",
-        (
-            *norm_weights(model, "join.hidden_norm", width),
-            *norm_weights(model, "join.embed_norm", width),
-            *linear_weights("join.proj", width, 2 * width, False),
+        frozen(
+            model,
+            (
+                *norm_weights(model, "join.hidden_norm", width),
+                *norm_weights(model, "join.embed_norm", width),
+                *linear_weights("join.proj", width, 2 * width, False),
+            ),
         ),
         place.tokens // place.token_share,
         memory_bound=(MemoryBound("join", 6 * numbers, 9 * numbers, 2 * norm_kernels(model), 2),),
-        saved=(SavedTensor("join", 2 * width * (place.width + place.read), "tokens"),),
+        saved=(SavedTensor("join", norms + joined, "tokens", cheap=norms - own),),
     )
 
 
 def predicted(place: Place) -> Iterator[Operator]:
-    """Yields what it does after its block: a norm, and the model's own head and loss. The logits' gradients wait for
-    the backward pass."""
+    """Yields what it does after its block: a norm, which ends the block, and the model's own head and loss, which are
+    outside of what is computed again."""
     vocab = place.model.vocab_size
     for operator in head(place, vocab):
         weights = operator.weights
         if operator.name == "head":
             weights = tuple(weight._replace(shared=True) for weight in weights)
         elif weights:
-            weights = tuple(weight._replace(name=f"predict.{weight.name}") for weight in weights)
-        saved = (SavedTensor("predict logits", vocab * place.width, "width"),) if operator.name == "loss" else ()
-        yield replace(operator, name=f"predict {operator.name}", weights=weights, saved=saved)
+            weights = frozen(place.model, norm_weights(place.model, "predict_norm", place.model.d_model))
+        saved = ()
+        if operator.name == "final norm":
+            size, read = norm_saved(place, place.model.d_model), place.model.d_model * place.width
+            saved = (SavedTensor("predict_norm", size, "tokens", cheap=size - read),)
+        messages = tuple(message._replace(full=0) for message in operator.messages)
+        yield replace(operator, name=f"predict {operator.name}", weights=weights, messages=messages, saved=saved)
 
 
 def boundary(place: Place) -> Message:
@@ -359,5 +378,6 @@ def head_weights(model: ModelConfig, vocabulary: int) -> tuple[Weight, ...]:
 
 
 def _table(name: str, model: ModelConfig, vocabulary: int) -> Weight:
-    """Returns the matrix of one end. A tied one, which both ends read, does not run in tiles."""
-    return VOCABULARY._replace(name=name, shape=(vocabulary, model.d_model), tiled=not model.tied)
+    """Returns the matrix of one end. One that several parts of the model read (a tied one, and those of modules
+    for further tokens) does not run in tiles."""
+    return VOCABULARY._replace(name=name, shape=(vocabulary, model.d_model), tiled=not model.embeds_at_end)

@@ -30,8 +30,10 @@ _SCALED = above("model.rope_scaling.factor", 1, "stretched rotary positions: ")
 _STRETCHED = {
     "low_freq_factor": ("llama3",),
     "high_freq_factor": ("llama3",),
-    "original_seq_len": ("llama3", "yarn"),
-    **dict.fromkeys(("beta_fast", "beta_slow", "truncate", "magnitude"), ("yarn",)),
+    "original_seq_len": ("llama3", "yarn", "longrope"),
+    "magnitude": ("yarn", "longrope"),
+    **dict.fromkeys(("beta_fast", "beta_slow", "truncate"), ("yarn",)),
+    **dict.fromkeys(("short", "long"), ("longrope",)),
 }
 """Fields of model.rope_scaling with the kinds that use them."""
 _ROTARY: Condition = (
@@ -94,6 +96,7 @@ CONDITIONS: dict[str, Condition] = {
         _EXPERTS[0],
         f"{_EXPERTS[1]} (it is the router's; a z-loss of the logits is not implemented)",
     ),
+    "train.mtp_weight": above("model.mtp", what="modules for further tokens: "),
     "model.moe.bias_rate": (
         lambda job: job.model.moe.n_experts and job.model.moe.bias_balanced,
         "is for model.moe.bias_balanced=true",
@@ -131,6 +134,8 @@ CONDITIONS: dict[str, Condition] = {
     "model.rope_theta": _ROTARY,
     "model.rotary_fraction": _ROTARY,
     "model.nope_every": _ROTARY,
+    "model.window_kind": above("model.window"),
+    **{f"model.query_growth.{name}": above("model.query_growth.rate") for name in ("length", "first")},
     "layout.zero": (
         lambda job: job.layout.shard_ranks > 1 or job.layout.auto,
         "is for state that ranks share: layout.dp_shard or layout.cp above 1",

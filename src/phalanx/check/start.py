@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from dataclasses import replace as replaced
 from pathlib import Path
 
+from phalanx import bounded
 from phalanx.blocks.parameters import parameter_shapes
 from phalanx.config import values, yaml_file
 from phalanx.config.corpora import tokenizer_in, tokens_at
@@ -24,6 +25,8 @@ from phalanx.techniques.technique import Problem
 CONFIG = "config.yaml"
 ADAPTER = "adapter_config.json"
 """The file that describes an adapter of PEFT."""
+MOST_HEADER = 100_000_000
+"""Most bytes of the header of a safetensors file, as the library has it."""
 KEPT = "hugging_face"
 """The folder of a run with the small files of the folder that it was imported from, or of the run it started from."""
 
@@ -47,7 +50,8 @@ def starting_point(text: str, ignored: tuple[str, ...] = ()) -> StartingPoint:
     JobError if there are none."""
     path = Path(text)
     if is_hugging_face(path):
-        model, folder = config_json.read_file(path / "config.json", ignored).model, path
+        described = config_json.read_file(path / "config.json", ignored)
+        model, folder = described.with_modules(tensor_names(path)).model, path
     else:
         folder = run_of(path)
         if ignored:
@@ -58,6 +62,21 @@ def starting_point(text: str, ignored: tuple[str, ...] = ()) -> StartingPoint:
         model = replaced(model, vocab_size=tokens_at(tokenizer) or model.vocab_size)  # the rows that training gave it
     model = replaced(model, preset="", from_=text, ignore_config=ignored)
     return StartingPoint(model, str(tokenizer or ""))
+
+
+def tensor_names(folder: Path) -> set[str]:
+    """Returns the names of the tensors in a Hugging Face folder, from its index or the headers of its files; those that
+    cannot be read are named when weights are."""
+    names = set[str]()
+    with suppress(OSError, ValueError, AttributeError):
+        index = folder / "model.safetensors.index.json"
+        if os.path.isfile(index):
+            return set(bounded.read_json(index).get("weight_map", {}))
+        for file in sorted(folder.glob("*.safetensors")):
+            with file.open("rb") as content:
+                header = content.read(min(MOST_HEADER, int.from_bytes(content.read(8), "little")))
+            names |= set(bounded.parse_json(header))
+    return names
 
 
 def run_of(path: Path) -> Path:

@@ -394,6 +394,9 @@ class Train:
     """Steps between validations; 0: only at the end."""
     eval_samples: Annotated[int, Interval(0)] = 256
     """Sequences of the validation split per validation (at most the whole split)."""
+    mtp_weight: Annotated[float, Interval(0), Example("0.1")] = 0.3
+    """model.mtp: factor of the mean loss of the modules for further tokens beside the main loss (DeepSeek-V3, section
+    2.2, equation 25: 0.3, and 0.1 for the last third of its tokens)."""
     dpo: DpoOptions = field(default_factory=DpoOptions)
     profile: ProfileOptions = field(default_factory=ProfileOptions)
 

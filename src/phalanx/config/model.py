@@ -7,7 +7,8 @@ default. `parameters.py` beside this file derives every parameter's name and sha
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from math import ceil
 from typing import Annotated, Literal
 
@@ -19,9 +20,10 @@ from phalanx.hashed import Hashed, hashed_once
 class RopeScaling:
     """Stretching rotary positions beyond the trained context (factor 1 = off)."""
 
-    kind: Literal["linear", "llama3", "yarn"] = "llama3"
+    kind: Literal["linear", "llama3", "yarn", "longrope"] = "llama3"
     """linear: divide positions by the factor (Chen et al. 2023); llama3: by frequency band (Llama 3.1); yarn: by
-    frequency band, with larger queries and keys (Peng et al. 2023, section 3)."""
+    frequency band, with larger queries and keys (Peng et al. 2023, section 3); longrope: each pair's frequency by a
+    number of its own (Ding et al. 2024; Phi-3 and 4)."""
     factor: Annotated[float, Interval(1), Example("8")] = 1.0
     """Factor by which the context becomes longer; 1 switches scaling off."""
     low_freq_factor: Annotated[float, Interval(above=0)] = 1.0
@@ -29,7 +31,7 @@ class RopeScaling:
     high_freq_factor: Annotated[float, Interval(above=0)] = 4.0
     """llama3: wavelengths below original_seq_len / this are left alone."""
     original_seq_len: Annotated[int, Interval(1)] = 8192
-    """llama3, yarn: the context length in tokens before stretching."""
+    """llama3, yarn, longrope: the context length in tokens before stretching."""
     beta_fast: Annotated[float, Interval(above=0)] = 32.0
     """yarn: frequencies that turn at least this often within the original context are left alone."""
     beta_slow: Annotated[float, Interval(above=0)] = 1.0
@@ -37,7 +39,12 @@ class RopeScaling:
     truncate: bool = True
     """yarn: the band between the two begins and ends at whole pairs (gpt-oss: false)."""
     magnitude: Annotated[float, Interval(0)] = 0.0
-    """yarn: multiplies the rotated queries and keys; 0 means 0.1 ln(factor) + 1."""
+    """yarn, longrope: multiplies the rotated queries and keys; 0 means 0.1 ln(factor) + 1, with longrope
+    √(1 + ln(factor) / ln(original_seq_len))."""
+    short: Annotated[tuple[float, ...], Example("[1.0, 1.1]")] = ()
+    """longrope: what divides the frequency of each pair while model.seq_len is at most original_seq_len."""
+    long: Annotated[tuple[float, ...], Example("[1.0, 40.0]")] = ()
+    """longrope: the same for a larger model.seq_len."""
 
 
 @dataclass(frozen=True)
@@ -72,6 +79,8 @@ class MoE:
     latent: Annotated[int, Interval(0), Example("1024")] = 0
     """Width in which experts work: one matrix before them maps the residual stream to it, one after them back
     (LatentMoE of Nemotron 3, NVIDIA 2025); 0 means model.d_model."""
+    scale_inputs: bool = False
+    """The gates multiply what experts read, not what they return (Llama 4)."""
     shared_gate: bool = False
     """The output of the shared experts is multiplied by the sigmoid of a trained score per token (Qwen3-Next)."""
     router_bias: bool = False
@@ -162,6 +171,20 @@ class Mamba:
 
 
 @dataclass(frozen=True)
+class QueryGrowth:
+    """Queries at position p, after their rotation, are multiplied by 1 + rate ln(1 + floor((p + first) / length)), so
+    that attention stays sharp over long contexts (Nakanishi 2025, arXiv 2501.19399, as Llama 4 and Ministral 3 have
+    it); with nope_every in layers without rotary positions alone."""
+
+    rate: Annotated[float, Interval(0), Example("0.1")] = 0.0
+    """The rate of growth (Llama 4: 0.1); 0 switches it off."""
+    length: Annotated[int, Interval(1)] = 8192
+    """Tokens after which queries first grow."""
+    first: Annotated[int, Interval(0, 1), Example("0")] = 1
+    """The number of the first position (Llama 4: 1, Ministral 3: 0)."""
+
+
+@dataclass(frozen=True)
 class LoRA:
     """Low-rank adapters beside frozen weights (Hu et al. 2022); rank 0 = every weight is trained.
 
@@ -222,17 +245,25 @@ class ModelConfig(Hashed):
     full_every: Annotated[int, Interval(0), Example("6")] = 0
     """With a window: every n-th layer attends to all keys, with n this number, counted from 1 (Gemma 2 and gpt-oss: 2,
     Gemma 3: 6); 0 means no layer."""
+    window_pattern: Annotated[str, Example("full,window,window,window")] = ""
+    """With a window, in place of full_every: which layers attend to all keys and which have it, a list of full and
+    window that repeats over the layers (Ministral 8B); empty: as full_every says."""
+    window_kind: Literal["sliding", "chunks"] = "sliding"
+    """sliding: a query sees its own key and those right before it; chunks: those of its own chunk up to its own,
+    chunks of `window` tokens counted from the start of a sequence or document (Llama 4)."""
     attention: Annotated[str, Example("latent")] = ""
     """Kind of attention: heads, latent, gated_heads, delta, one that is predicted but not trained (sparse, mamba,
     none), or one that a package adds (docs/reference/extending.md); a list such as latent,heads repeats over the
-    layers; empty: sparse with sparse.top_k, latent with mla.kv_rank, otherwise heads."""
+    layers (modules of mtp have the kind of the layer before them, unless it has n_layers kinds); empty: sparse with
+    sparse.top_k, latent with mla.kv_rank, otherwise heads."""
     feed_forward: Annotated[str, Example("experts")] = ""
     """Kind of feed-forward layer: dense, experts, none, or one that a package adds; a list repeats over the layers;
     empty: experts with moe.n_experts, otherwise dense."""
     mtp: Annotated[int, Interval(0), Example("1")] = 0
     """The last of the n_layers, as many as this, are modules that predict one more token each (DeepSeek-V3, section
-    2.2): a matrix that joins hidden states with embeddings, a block, the head and a loss. They are priced, and not
-    trained. In a pipeline the copy of the embedding beside them is not counted."""
+    2.2): a matrix that joins normalised hidden states with the embeddings of later tokens, a block, a norm, the model's
+    own head, and a loss with the factor train.mtp_weight. In a pipeline all of them belong to the last stage. Text is
+    generated without them."""
     norm: Literal["layernorm", "rmsnorm"] = "layernorm"
     """Kind of normalisation."""
     norm_place: Literal["before", "after", "both"] = "before"
@@ -254,9 +285,10 @@ class ModelConfig(Hashed):
     """Biases in linear layers and LayerNorm."""
     qkv_bias: bool = False
     """Biases in the query, key and value projections even where `bias` is off (Qwen 2)."""
-    qk_norm: Literal["none", "head", "width"] = "none"
-    """Normalisation of queries and keys before they are rotated: of each head (Qwen 3, Gemma 3), or of all heads
-    together (OLMo 2)."""
+    qk_norm: Literal["none", "head", "width", "unit"] = "none"
+    """Normalisation of queries and keys: of each head (Qwen 3, Gemma 3), or of all heads together (OLMo 2), before
+    they are rotated; unit: of each head without weights, after they are rotated, in layers where they are (Llama
+    4)."""
     sinks: bool = False
     """Each head's softmax has one more, trained score, which belongs to no key (gpt-oss)."""
     attention_scale: Annotated[float, Interval(0)] = 0.0
@@ -289,6 +321,7 @@ class ModelConfig(Hashed):
     init_std: Annotated[float, Interval(0)] = 0.02
     """Standard deviation of initial weights; residual outputs get init_std / sqrt(2 n_layers) (GPT-2, section 2.3)."""
     rope_scaling: RopeScaling = field(default_factory=RopeScaling)
+    query_growth: QueryGrowth = field(default_factory=QueryGrowth)
     moe: MoE = field(default_factory=MoE)
     mla: MLA = field(default_factory=MLA)
     sparse: SparseAttention = field(default_factory=SparseAttention)
@@ -341,13 +374,43 @@ class ModelConfig(Hashed):
         """Whether the outputs of attention and MLP are normalised before they are added to the residual stream."""
         return self.norm_place != "before"
 
+    @property
+    def main(self) -> ModelConfig:
+        """The model without its modules for further tokens."""
+        return replace(self, n_layers=self.n_layers - self.mtp, mtp=0) if self.mtp else self
+
+    def kind_of(self, kinds: Sequence[str], layer: int) -> str:
+        """Returns the kind of a layer from a list that repeats over the layers. Modules for further tokens have that of
+        the last layer before them, unless the list states every layer."""
+        if len(kinds) != self.n_layers:
+            layer = min(layer, self.n_layers - self.mtp - 1)
+        return kinds[layer % len(kinds)]
+
+    @property
+    def most_stages(self) -> int:
+        """Stages of the longest pipeline: each has a layer, and the last one all modules for further tokens."""
+        return self.n_layers - max(0, self.mtp - 1)
+
+    @property
+    def embeds_at_end(self) -> bool:
+        """Whether the last stage of a pipeline computes with the embedding as well: as its head, or in modules for
+        further tokens."""
+        return self.tied or self.mtp > 0
+
     def rotates(self, layer: int) -> bool:
         """Returns whether rotary positions turn queries and keys of layer `layer`."""
         return self.positions == "rope" and not (self.nope_every and (layer + 1) % self.nope_every == 0)
 
     def window_of(self, layer: int) -> int:
         """Returns the keys that a query of layer `layer` sees at most; 0: all."""
+        if self.window_pattern:
+            kinds = self.window_pattern.split(",")
+            return 0 if kinds[layer % len(kinds)].strip() == "full" else self.window
         return 0 if self.full_every and (layer + 1) % self.full_every == 0 else self.window
+
+    def norms_heads(self, layer: int) -> bool:
+        """Returns whether queries and keys of layer `layer` are normalised."""
+        return self.qk_norm != "none" and (self.qk_norm != "unit" or self.rotates(layer))
 
     @property
     def expert_ff_size(self) -> int:

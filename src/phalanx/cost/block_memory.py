@@ -47,7 +47,9 @@ def saved(place: Place, kind: LayerKind) -> tuple[tuple[str, float], ...]:
     times `profile.imbalance`.
     """
     profile, shares, operators = place.profile, _shares(place), block(place, kind.block)
-    size = 0.0 if profile.inputs_leave else place.model.d_model * place.width / place.token_share
+    # With the embeddings that it joins; the head of the depth before counts hidden states of all tokens.
+    inputs = 1 + (kind.block.predicts and place.token_share > 1)
+    size = 0.0 if profile.inputs_leave else inputs * place.model.d_model * place.width / place.token_share
     alone = (("block input", size),)
     if kind.recompute == "full":
         several = place.slices > 1

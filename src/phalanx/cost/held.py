@@ -155,7 +155,7 @@ def outside(model: ModelConfig, tp: int, first: bool, last: bool) -> int:
     """Returns the parameters outside the blocks, on a rank that has the first stage, the last, or both."""
     vocab = model.vocab_size
     weights = [*(embedding_weights(model, vocab) if first else ()), *(head_weights(model, vocab) if last else ())]
-    copied = table(model, tp) if model.tied and last and not first else 0
+    copied = table(model, tp) if model.embeds_at_end and last and not first else 0
     return sum(weight.size_on(tp) for weight in weights) + copied
 
 
@@ -468,9 +468,11 @@ def placed(spec: StepSpec) -> tuple[tuple[range, ...], tuple[Flight, ...]]:
 def stages_of_case(spec: StepSpec, stages: int) -> tuple[range, ...]:
     """Returns the layers of each of `stages` stages: `spec.stages`, else those of `layout.pp_cut`, else as even as
     possible. Raises JobError if pp_cut does not fit."""
-    return spec.stages or _cut(spec.layout.pp_cut if spec.layout.pp > 1 else "", stages, spec.model.n_layers)
+    return spec.stages or _cut(
+        spec.layout.pp_cut if spec.layout.pp > 1 else "", stages, spec.model.n_layers, spec.model.mtp
+    )
 
 
 @lru_cache(1024)
-def _cut(text: str, stages: int, layers: int) -> tuple[range, ...]:
-    return written_stages(text, stages, layers) if text else even(layers, stages)
+def _cut(text: str, stages: int, layers: int, mtp: int) -> tuple[range, ...]:
+    return written_stages(text, stages, layers, mtp) if text else even(layers, stages, mtp)

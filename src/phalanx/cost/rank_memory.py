@@ -432,16 +432,17 @@ class RankParts:
         moved = [sum(run.many * run.block.kept for run in runs if run.leaves) for runs in self.runs]
         return max(sum(map(mul, peak, moved)) for peak in self.flight.unread or self.flight.most)
 
-    def backward(self, gradients: bool) -> tuple[float, float]:
+    def backward(self, gradients: bool, *, modules: bool = False) -> tuple[float, float]:
         """Returns the most bytes that the backward pass of a block needs besides what all blocks keep, less what later
         blocks have released: recomputed tensors and gradients of activations; and the bytes of gathered inputs and of
-        messages in transit. `gradients`: those of all weights are counted already."""
+        messages in transit. `gradients`: those of all weights are counted already. `modules`: of modules for further
+        tokens alone."""
         step = self.step
         between = step.under_way if self.layout.pp > 1 else 0
-        most = max(self._backward(runs, gradients, step.gathered) for runs in self.runs)
+        most = max(self._backward(runs, gradients, step.gathered, modules=modules) for runs in self.runs)
         return most, step.gathered + between
 
-    def _backward(self, held: Sequence[BlockRun], gradients: bool, gathered: float) -> float:
+    def _backward(self, held: Sequence[BlockRun], gradients: bool, gathered: float, *, modules: bool) -> float:
         """Returns the same for one stage. Blocks with the same recomputation count as one run. From block to block it
         gives up what it keeps and gets gradients of weights, so that its first block in the backward pass has the most,
         or its last. Beside the last, what is `gathered` comes when the widest tensors have gone; beside the first it
@@ -457,7 +458,8 @@ class RankParts:
         most = given_up = arrived = 0.0
         # Of gradients in flat buckets one bucket is counted already.
         bucket = 0.0 if self.layout.zero == 2 and self.layout.shard_ranks > 1 else self.bucket()
-        for (_, leaves), run in groupby(held[::-1], lambda run: (run.recompute, run.leaves)):
+        parts = groupby(held[::-1], lambda run: (run.recompute, run.leaves, run.block.kind.block.predicts))
+        for (_, leaves, predicts), run in parts:
             here = list(run)
             inside, stream = (max(parts) for parts in zip(*(run.block.backward for run in here), strict=True))
             many, last = sum(run.many for run in here), here[-1].block
@@ -473,7 +475,8 @@ class RankParts:
             else:
                 # The last block of the run has what is fetched for the block before it.
                 beside = max(first_has, last.kept - released + last_has + moved - gathered)
-            most = max(most, inside + stream + beside - given_up)
+            if predicts or not modules:
+                most = max(most, inside + stream + beside - given_up)
             given_up += released
         return most or self.step.stream / self.step.share
 
@@ -517,20 +520,27 @@ class RankParts:
             most = max(most, slopes + step.stream + arriving)
         return max(most, step.final_norm - step.head_reads + arriving), read
 
-    def waiting_logits(self, *, later: bool = False) -> float:
+    def waiting_logits(self, *, later: bool = False, further: int | None = None) -> float:
         """Returns the bytes of what the loss saves (the gradient of the logits, log-probabilities in fp32, or logits)
-        and of what the head read, of micro-batches in flight other than the one that the moment is about.
-        `later`: when all stages have gradients of an earlier one."""
+        and of what the head read, of micro-batches in flight other than the one that the moment is about, and of that
+        one's `further` losses before its last one, by default those of model.mtp. `later`: when all stages have
+        gradients of an earlier one."""
         others = (self.flight.later_losses if later else self.flight.losses) - 1 / self.step.slices
-        if not self.last or others <= 0:
+        step, layout, modules = self.step, self.layout, self.model.mtp
+        further = modules if further is None else further
+        others = max(0.0, others) * step.slices
+        early = others * modules + further
+        if not self.last or not others + early:
             return 0
-        step, layout = self.step, self.layout
         chunked = self.logits_of or head_tiles(self.model, layout) > 1
         rows = 0 if chunked else table(self.model, layout.tp) // self.model.d_model
         each = self.width
         if not self.memory_profile.saves_slopes:
             each = (max(4, self.width) if self._loss_tensors()[0] else self.width) + self._capped()
-        return others * step.slices * (step.pass_tokens * rows * each + step.head_reads)
+        saved = step.pass_tokens * rows * each
+        # Losses in chunks have computed a gradient of the head, one for each factor.
+        head = self.head_gradient() if further and chunked else 0
+        return others * (saved + step.head_reads) + early * (saved + step.stream) + head
 
     def _loss_tensors(self) -> tuple[int, int]:
         """Returns the tensors as large as the logits at the peak of the loss: in fp32, and in the width of the
@@ -719,9 +729,12 @@ def _fullest(step: StepParts, flight: Flight) -> RankMemory:
     # Losses in chunks that wait for their backward pass have one gradient of the head.
     head = rank.head_gradient() if rank.last and rank.logits_of and flight.losses > 1 else 0
     moments: list[tuple[Moment, float, float, float, float]] = [
-        ("backward", early, kept + again, waiting + head, moving + whole),
+        ("backward", early, kept + again, rank.waiting_logits(further=0) + head, moving + whole),
         ("loss", early, kept + hidden, logits + waiting, forward),
     ]
+    if rank.last and rank.model.mtp:  # their backward pass comes before that of the main loss, whose logits are there
+        again, moving = rank.backward(stays or state.unsent > 0, modules=True)
+        moments.append(("backward", early, kept + again, waiting + head, moving + whole - passing))
     if flight.later and not stays and not updates_each:
         again, moving = rank.backward(True)
         moments.append(

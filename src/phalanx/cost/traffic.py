@@ -427,6 +427,8 @@ def _partials(table: Table, updated: Counter[HeldParameter], layout: Layout, wid
 ADAMW = Optimizer()
 STATUS = 3 * 8
 """Bytes of loss, squared gradient norm, and whether to stop, in fp64."""
+MTP_STATUS = 8
+"""Bytes of the loss of modules for further tokens beside them."""
 PAIR_STATUS = 4 * 8
 """Bytes of the sums over preference pairs beside them."""
 SEQUENCE_SUM = 8
@@ -506,7 +508,8 @@ def step_traffic(
             passed.take(row_traffic(place, *kind), rows * (blocks / routed.total()))
     passed.note("pp", "send", work.sends * place.bytes_of(boundary(place)))
     table.take(passed, share / work.steps)
-    _status(table, layout, STATUS + TICKET if layout.sync == "asp" else STATUS + pairs * PAIR_STATUS, share)
+    more = PAIR_STATUS if pairs else MTP_STATUS if model.mtp else 0
+    _status(table, layout, STATUS + TICKET if layout.sync == "asp" else STATUS + more, share)
     return table.traffic()
 
 

@@ -18,7 +18,6 @@ from typing import Any
 
 from torch import Tensor
 
-from phalanx.blocks.kinds import block_kinds
 from phalanx.blocks.parameters import parameter_shapes
 from phalanx.bounded import parse_json, read_bytes
 from phalanx.check.start import KEPT
@@ -125,12 +124,12 @@ def export(
     manifest = source.manifest
     model = model_of(manifest)
     family, values = config_json.write(model)
-    _require_plain_kinds(model)
     shapes = parameter_shapes(model)
     source.require(shapes)
     run = manifest.path.parent.parent if os.path.isfile(manifest.path / MANIFEST) else manifest.path
     work = _Export(source, run, model, _tokenizer_in(run), [])
-    weights = _Weights(source, model, list(links(model, WEIGHTS[family.model_type])), dtype)
+    names = WEIGHTS[family.model_type]
+    weights = _Weights(source, model, [*links(model, names), *names.copies_in(model)], dtype)
     total = sum(tensor.nbytes for tensor in weights.tensors.values())
     config = _config(work, values, weights)
     with written_beside(target, total) as new:
@@ -206,21 +205,6 @@ def model_of(manifest: Manifest) -> ModelConfig:
     return replace(job_of(manifest).model, vocab_size=vocabulary)
 
 
-def _require_plain_kinds(model: ModelConfig) -> None:
-    """Raises JobError, naming the fields, for kinds of blocks that the project's own fields do not choose."""
-    plain = replace(model, attention="", feed_forward="")
-    pairs = list(zip(block_kinds(model), block_kinds(plain), strict=True))
-    wrong = [
-        f"model.{part}={getattr(model, part)}: transformers has no such layers; a model that is exported has "
-        f"{getattr(plainly, part)}"
-        for part in ("attention", "feed_forward")
-        for plainly in [next((b for a, b in pairs if getattr(a, part) != getattr(b, part)), None)]
-        if plainly is not None
-    ]
-    if wrong:
-        raise JobError(wrong)
-
-
 def _left_out(model: ModelConfig) -> Iterator[str]:
     """Yields what the model does here and not in transformers."""
     if model.moe.n_experts and model.moe.capacity:
@@ -238,7 +222,7 @@ def _config(work: _Export, values: dict[str, Any], weights: _Weights) -> dict[st
     longest = {_CONTEXT: work.context} if _CONTEXT in values else {}
     own = {"dtype": _TORCH_NAMES[weights.dtype], "use_cache": True}
     config = dict.fromkeys(_TOKEN_IDS) | kept | values | longest | own | _token_ids(work)
-    if wrong := config_json.differences(config_json.read(json.loads(json.dumps(config))).model, work.model):
+    if wrong := config_json.differences(config_json.read(json.loads(json.dumps(config))).model, work.model.main):
         raise JobError(f"the config.json of the export would be read as another model: {'; '.join(wrong)}")
     return config
 

@@ -26,6 +26,7 @@ from phalanx.config.model import ModelConfig
 from phalanx.config.precision import STORED
 from phalanx.errors import CheckpointError, JobError, NotFoundError, RunError
 from phalanx.exchange.hugging_face import WEIGHTS
+from phalanx.exchange.links import WeightFamily
 from phalanx.exchange.peft_adapter import WEIGHTS as ADAPTER_WEIGHTS
 from phalanx.exchange.peft_adapter import AdaptedFiles, PeftAdapter, open_adapter
 from phalanx.nearest import nearest
@@ -69,9 +70,23 @@ class HuggingFaceFolder:
             head, embedding = (files.read(name) for name in ends if name)
             return "" if torch.equal(head, embedding) else str(ends[0])
 
+    def _require_copies(self, family: WeightFamily, model: ModelConfig) -> None:
+        """Raises CheckpointError for a module for a further token that has an embedding or a head of its own."""
+        stored = {family.name_of(name): name for name in self.weights.tensors}
+        pairs = ((*link.theirs, *family.theirs_of(link.ours[0])) for link in family.copies_in(model))
+        there = [(stored[copy], stored[own]) for copy, own in pairs if copy in stored and own in stored]
+        with Reader(self.weights) as files:
+            wrong = [copy for copy, own in there if not torch.equal(files.read(copy), files.read(own))]
+        if wrong:
+            raise CheckpointError(
+                f"{self.weights.path}: {', '.join(wrong)}: no copy of the model's own, which modules for further "
+                f"tokens read here; leave the module out: --layers {model.main.n_layers}"
+            )
+
     def files(self, model: ModelConfig) -> Reader:
         """Returns the tensors of the files of a model of this folder, with the adapter merged into them."""
         family = WEIGHTS[self.model_type]
+        self._require_copies(family, model)
         if self.adapter is None:
             return Reader(self.weights)
         return AdaptedFiles(self.weights, self.adapter, self.model_type, family, model)
@@ -110,6 +125,8 @@ def open_folder(paths: Sequence[Path], ignored: Sequence[str] = (), base: Path |
             "bf16, fp16 or fp32"
         )
     weights = _weights(files, paths)
+    names = map(WEIGHTS[described.family.model_type].name_of, weights.tensors)
+    described = described.with_modules(names)
     by_name = {file.name: file for file in files}
     beside = tuple(by_name[name] for name in BESIDE if name in by_name)
     return HuggingFaceFolder(config, described, weights, _tokenizer(files), beside, adapter)

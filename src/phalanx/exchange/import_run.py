@@ -76,8 +76,8 @@ class LinkedTensors(Reader):
             precision: the type to which weights are converted: fp64, fp32, bf16 or fp16; empty keeps theirs.
             left_out: layers of the files that the model does not have.
         """
-        family, shapes = WEIGHTS[model_type], parameter_shapes(model)
         self._model, self._files, weights = model, files, files.manifest
+        family, shapes = WEIGHTS[model_type].stored_in(weights.tensors), parameter_shapes(model)
         self._to = torch_types()[precision] if precision else None
         self._links: list[WeightLink] = list(links(model, family))
         expected = {
@@ -317,7 +317,9 @@ def _small_files(folder: HuggingFaceFolder) -> dict[str, bytes]:
 
 
 def first_layers(model: ModelConfig, layers: int, source: Path) -> ModelConfig:
-    """Returns the shape of a model of its first `layers` layers; of all if it is 0. Raises JobError if it has fewer."""
+    """Returns the shape of a model of its first `layers` layers, without modules for further tokens; of all if it is 0.
+    Raises JobError if it has fewer."""
+    model = model.main if layers else model
     if layers > model.n_layers:
         raise JobError(f"--layers {layers}: {source} has {model.n_layers} layers")
     return replace(model, n_layers=layers) if layers else model

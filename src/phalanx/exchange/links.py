@@ -11,8 +11,8 @@ constant. None of them rounds: a constant is added in fp64, in which an import k
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -67,9 +67,9 @@ def offset(constant: float) -> Conversion:
     )
 
 
-def equal_parts(parts: int) -> Conversion:
+def equal_parts(parts: int, dim: int = 0) -> Conversion:
     """Returns the conversion of one tensor of theirs to so many equal parts of it, one after the other."""
-    return Conversion(lambda theirs, _: list(theirs[0].chunk(parts)), lambda ours, _: [torch.cat(list(ours))])
+    return Conversion(lambda theirs, _: list(theirs[0].chunk(parts, dim)), lambda ours, _: [torch.cat(list(ours), dim)])
 
 
 def _split_rows(sizes: Callable[[ModelConfig], Sequence[int]], groups: Callable[[ModelConfig], int]) -> Conversion:
@@ -186,14 +186,27 @@ class WeightFamily:
     """Regular expressions of other spellings of their names in files, and what stands in their place."""
     unused: tuple[str, ...] = ()
     """Regular expressions of tensors that no parameter needs."""
+    fused: tuple[WeightLink, ...] = ()
+    """Those of experts that some files store in one tensor per layer, in place of those of `matches`."""
     next_token_layers: bool = False
-    """Layers after the last one predict a second token; no parameter needs them."""
+    """Layers after the last one are modules for further tokens; a model without them (model.mtp) does not need them."""
+    module_layer: str = ""
+    """Where the blocks of such modules stand if not among the layers, from 0."""
+    copies: tuple[tuple[str, str], ...] = ()
+    """Parameters of ours that each module has a copy of, and the patterns of the copies. Some files leave them out."""
 
     def name_of(self, stored: str) -> str:
         """Returns the name that the table uses for a tensor of a file."""
         for pattern, plain in self.renamed:
             stored = re.sub(pattern, plain, stored)
         return stored
+
+    def stored_in(self, names: Iterable[str]) -> WeightFamily:
+        """Returns the family as files with tensors of these names store it."""
+        ends = tuple(each.partition("{}")[2] for link in self.fused for each in link.theirs)
+        if not ends or not any(name.endswith(ends) for name in names):
+            return self
+        return replace(self, matches=(*self.matches, *self.fused), fused=())
 
     def theirs_of(self, ours: str) -> tuple[str, ...]:
         """Returns the names in the table of the tensor that is equal to a parameter of ours; nothing without one."""
@@ -205,8 +218,17 @@ class WeightFamily:
             return False
         if model.tied and name in _HEADS:
             return False  # a copy of the embedding
+        copied = any(name in link.theirs for link in self.copies_in(model))
+        if copied or (self.module_layer and not model.mtp and name.startswith("mtp.")):
+            return False
         layer = re.match(r"model\.layers\.(\d{1,9})\.", name)
         return not (self.next_token_layers and layer and int(layer[1]) >= model.n_layers)
+
+    def copies_in(self, model: ModelConfig) -> Iterator[WeightLink]:
+        """Yields the links of the copies that a model's modules for further tokens have."""
+        for layer in range(model.main.n_layers, model.n_layers):
+            for ours, copy in self.copies:
+                yield equal("embed.weight" if model.tied else ours, copy.format(layer))
 
 
 _HEADS = ("lm_head.weight", "embed_out.weight")
@@ -228,13 +250,15 @@ def links(model: ModelConfig, family: WeightFamily) -> Iterator[WeightLink]:
         found = re.match(r"blocks\.(\d+)\.", name)
         layer, pattern = (found[1], f"blocks.{{}}.{name[found.end() :]}") if found else ("", name)
         kind = kinds[int(layer)].attention if layer else ""
+        apart = family.module_layer if layer and kinds[int(layer)].predicts else ""
+        number = int(layer) - model.main.n_layers if apart else layer
         match = by_pattern.get((pattern, kind)) or by_pattern.get((pattern, ""))
         if match is None:
             missing.append(name)
         elif pattern == match.ours[0]:
             ours = tuple(each.format(layer) for each in match.ours)
             theirs = (
-                each.format(layer).replace("*", str(expert))
+                (each.replace("model.layers.{}", apart) if apart else each).format(number).replace("*", str(expert))
                 for each in match.theirs
                 for expert in range(model.moe.n_experts if "*" in each else 1)
             )

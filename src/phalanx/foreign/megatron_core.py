@@ -307,6 +307,8 @@ def _layers(fields: Fields) -> int:
         fields.set("model.n_layers", count + more, names, f"with {more} for further tokens" if more else "")
     if more:
         fields.set("model.mtp", more, "mtp_num_layers")
+        weight = fields.take("mtp_loss_scaling_factor", float, 0.1)
+        fields.set("train.mtp_weight", weight, ["mtp_num_layers", "mtp_loss_scaling_factor"])
     found = fields.take("moe_layer_freq", object, None)
     count = count or _number(fields, "model.n_layers") - _number(fields, "model.mtp")
     if "model.moe.n_experts" not in fields.settings or found is None:

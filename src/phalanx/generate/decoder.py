@@ -143,7 +143,7 @@ class Decoder:
 
     def _logits(self, x: Tensor) -> Tensor:
         """Returns logits over the whole vocabulary from the last block's output (texts, tokens, d_model)."""
-        part = self.model.logits(self.model.normed(x))
+        part = self.model.logits(self.model.gathered(self.model.normed(x)))
         if self.tp.size == 1:
             return part
         parts = part.new_empty(self.tp.size, *part.shape)

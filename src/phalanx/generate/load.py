@@ -115,7 +115,7 @@ def empty_model(manifest: Manifest) -> Transformer:
     """Returns the model of a checkpoint on the meta device, where it takes no memory until it is filled."""
     job = job_of(manifest)
     with torch.device("meta"):
-        return Transformer(job.model, vocabulary_of(manifest)).to(DTYPES[job.train.precision])
+        return Transformer(job.model.main, vocabulary_of(manifest)).to(DTYPES[job.train.precision])
 
 
 def vocabulary_of(manifest: Manifest) -> int:
@@ -137,7 +137,7 @@ def fill(model: Transformer, manifest: Manifest, device: torch.device, tp: int =
     time: all that `model` has of them, or the slices of tensor rank `rank` of `tp`. Raises CheckpointError if the
     checkpoint does not match."""
     model.to_empty(device=device)
-    shapes = parameter_shapes(model.config, vocabulary_of(manifest))
+    shapes = parameter_shapes(job_of(manifest).model, vocabulary_of(manifest))  # with modules for further tokens
     with Reader(manifest) as tensors:
         tensors.require(shapes)
         for name, parameter in model.named_parameters():

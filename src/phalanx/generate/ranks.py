@@ -88,7 +88,7 @@ def load_part(run: Path, step: int, device: torch.device, tp: int, pp: int) -> D
 
 def require_cut(manifest: Manifest, tp: int, pp: int) -> None:
     """Raises JobError, with everything that is in the way, unless tp × pp ranks can share a checkpoint's model."""
-    model, problems = job_of(manifest).model, []
+    model, problems = job_of(manifest).model.main, []
     if not 1 <= pp <= model.n_layers:
         problems.append(
             f"1 ≤ pp {pp} ≤ n_layers {model.n_layers} does not hold: each rank of a pipeline has at least one layer; "

@@ -3,7 +3,8 @@
 Nothing here knows of other devices. A layout changes parts from outside and by name: `embed`, `positions`, `blocks`,
 `final_norm`, `head`; in a block `attn` with `wq`, `wk`, `wv`, `core`, `wo` (latent attention has names of its own), and
 `mlp` with `up`, `gate`, `down`, or in its place `moe` with `router`, `experts`, `shared`, between `attn_norm` and
-`attn_post_norm`, `mlp_norm` and `mlp_post_norm`. The weights' shapes give the numbers of heads and experts, so that a
+`attn_post_norm`, `mlp_norm` and `mlp_post_norm`; in the blocks of modules for further tokens also `join` before these
+and `predict_norm` after them. The weights' shapes give the numbers of heads and experts, so that a
 shard of a layer computes with its own part, and blocks are keyed by their layer, so that a pipeline stage keeps the
 names of its blocks. Layers that read the same input are called together (`qkv`, `widen`), so that a layout communicates
 once for all of them.
@@ -13,7 +14,7 @@ Shapes: batch, seq (tokens of the input), keys (tokens attended to: seq, or more
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 import torch.nn.functional as F
@@ -39,7 +40,7 @@ from phalanx.errors import ExtensionError, JobError
 from phalanx.model.attention import CoreAttention, KeysAndValues
 from phalanx.model.cache import Cache
 from phalanx.model.documents import Conversations, Documents
-from phalanx.model.layers import Linear, Multiply, Run, make_norm, rotary_table, run, soft_cap, uncompiled
+from phalanx.model.layers import Linear, Multiply, Run, make_norm, query_growth, rotary_table, run, soft_cap, uncompiled
 from phalanx.model.moe import GroupedLinear, Routing
 from phalanx.model.seeding import Noise, dropout
 from phalanx.registry import Registry
@@ -126,6 +127,8 @@ class Transformer(nn.Module):
         self.blocks = nn.ModuleDict(blocks)
         self.final_norm = make_norm(model)
         self.head = Head(model, vocab)
+        self.gather: Callable[[Tensor], Tensor] | None = None
+        """Makes a normalised output the head's input, where a layout needs it."""
         for name, parameter in self.named_parameters():
             parameter.requires_grad_(not weight_of(model, name).frozen)
 
@@ -140,7 +143,7 @@ class Transformer(nn.Module):
     ) -> Tensor:
         """Returns logits (batch, seq, vocab) of `tokens` (batch, seq). The arguments are those of `hidden`."""
         x = self.hidden(tokens, noise=noise, cache=cache, positions=positions, documents=documents)
-        return self.logits(self.normed(x))
+        return self.logits(self.gathered(self.normed(x)))
 
     def hidden(
         self,
@@ -161,10 +164,15 @@ class Transformer(nn.Module):
             positions = cache.positions(tokens.shape[1], tokens.device) if positions is None else positions
         elif positions is None:
             positions = torch.arange(tokens.shape[1], device=tokens.device)
-        x = self.through(self.blocks, self.embed_tokens(tokens, positions, noise), positions, noise, cache, documents)
+        x = self.embed_tokens(tokens, positions, noise)
+        x = self.through(self.trunk(self.blocks), x, positions, noise, cache, documents)
         if cache is not None:
             cache.length += tokens.shape[1]
         return x
+
+    def trunk(self, layers: Iterable[str]) -> list[str]:
+        """Returns those of `layers` that are no modules for further tokens (model.mtp)."""
+        return [layer for layer in layers if int(layer) < self.config.n_layers - self.config.mtp]
 
     def through(
         self,
@@ -175,33 +183,39 @@ class Transformer(nn.Module):
         cache: KeysAndValues | None = None,
         documents: Documents | None = None,
         conversations: Conversations | None = None,
+        embedded: Tensor | None = None,
     ) -> Tensor:
         """Applies the blocks of `layers` in order to `x` (batch, seq, d_model). Routers count each of `conversations`
-        for itself; by default every sequence is one."""
+        for itself; by default every sequence is one. `embedded` is what a module for a further token joins to `x`."""
         every = (False, True) if self.config.window_rope_theta else (False,)
         tables = {
             (config.rotary_size, windowed): self.rotary(positions, x.dtype, windowed=windowed, config=config)
             for config in attention_models(self.config)
             for windowed in every
         }
+        growth = None
+        if self.config.query_growth.rate:
+            growth = query_growth(self.config, positions).to(torch.promote_types(x.dtype, torch.float32))
         for layer in layers:
             size, windowed = self.rotary_sizes[int(layer)], self.config.window_of(int(layer)) > 0
             turns = self.config.rotates(int(layer))
-            rotary = tables[size, windowed and len(every) > 1] if turns else None
-            x = self.blocks[layer](x, rotary, noise, cache, documents, conversations)
+            rotary = tables[size, windowed and len(every) > 1] if turns else growth
+            x = self.blocks[layer](x, rotary, noise, cache, documents, conversations, embedded)
         return x
 
     def normed(self, x: Tensor) -> Tensor:
-        """Returns the head's input, (batch, seq, d_model), from the last block's output. What divides the logits
-        divides it: it is smaller than they are."""
-        x = self.final_norm(x)
+        """Returns the last block's output normalised, (batch, seq, d_model) both."""
+        return self.final_norm(x)
+
+    def gathered(self, x: Tensor) -> Tensor:
+        """Returns the head's input, (batch, seq, d_model), from the output of `normed`, or of a module for a further
+        token. What divides the logits divides it: it is smaller than they are."""
+        x = x if self.gather is None else self.gather(x)
         return x if self.config.logit_divisor == 1 else x / self.config.logit_divisor
 
     def embed_tokens(self, tokens: Tensor, positions: Tensor, noise: Noise | None) -> Tensor:
         """Returns the first block's input, (batch, seq, d_model)."""
-        x = self.embed(tokens)
-        if self.config.scaled_embedding or self.config.embedding_multiplier != 1:
-            x = x * self.embedding_scales[x.dtype]
+        x = self.look_up(tokens)
         if self.positions is not None:
             if positions.shape[-1] > self.config.seq_len:
                 raise JobError(
@@ -214,6 +228,13 @@ class Transformer(nn.Module):
         # that all blocks compute and send the same.
         return x.requires_grad_() if self.config.lora.rank and torch.is_grad_enabled() else x
 
+    def look_up(self, tokens: Tensor) -> Tensor:
+        """Returns the embeddings of `tokens` (batch, seq) without positions: (batch, seq, d_model)."""
+        x = self.embed(tokens)
+        if self.config.scaled_embedding or self.config.embedding_multiplier != 1:
+            x = x * self.embedding_scales[x.dtype]
+        return x
+
     def rotary(
         self, positions: Tensor, dtype: torch.dtype, *, windowed: bool = False, config: ModelConfig | None = None
     ) -> Tensor | None:
@@ -224,7 +245,7 @@ class Transformer(nn.Module):
         return rotary_table(config or self.config, positions, dtype, windowed=windowed)
 
     def logits(self, x: Tensor) -> Tensor:
-        """Returns (..., vocab) from the output of `normed`, (..., d_model)."""
+        """Returns (..., vocab) from the output of `gathered`, (..., d_model)."""
         logits = self.head(x, self.embed.weight if self.config.tied else None)
         cap = self.config.logit_softcap
         return soft_cap(logits, cap) if cap else logits
@@ -253,6 +274,7 @@ class Block(nn.Module):
         self.parallel = model.parallel_block
         self.site = f"blocks.{layer}"
         kind = block_kinds(model)[layer]
+        self.join = Join(model) if kind.predicts else None
         self.kinds = ATTENTION[kind.attention], FEED_FORWARD[kind.feed_forward]
         self.attn_norm = make_norm(model) if model.norms_inputs else nn.Identity()
         self.attn = make_sublayer(ATTENTION, kind.attention, model_for(model, kind.attention), layer)
@@ -262,6 +284,7 @@ class Block(nn.Module):
             self.kinds[1].name_in_block, make_sublayer(FEED_FORWARD, kind.feed_forward, model, layer, routing)
         )
         self.mlp_post_norm = make_norm(model) if model.norms_outputs else nn.Identity()
+        self.predict_norm = make_norm(model) if kind.predicts else nn.Identity()
 
     def sublayers(self) -> Iterator[tuple[SublayerKind, nn.Module]]:
         """Yields attention and the feed-forward layer, each with its kind."""
@@ -276,9 +299,11 @@ class Block(nn.Module):
         cache: KeysAndValues | None,
         documents: Documents | None = None,
         conversations: Conversations | None = None,
+        embedded: Tensor | None = None,
     ) -> Tensor:
         """Runs `compute`."""
-        return self.run(self.compute, x, rotary, noise, cache, documents, conversations)
+        more = () if embedded is None else (embedded,)
+        return self.run(self.compute, x, rotary, noise, cache, documents, conversations, *more)
 
     def compute(
         self,
@@ -288,15 +313,19 @@ class Block(nn.Module):
         cache: KeysAndValues | None,
         documents: Documents | None,
         conversations: Conversations | None,
+        embedded: Tensor | None = None,
     ) -> Tensor:
-        """Applies the block, (batch, seq, d_model) to the same shape."""
+        """Applies the block, (batch, seq, d_model) to the same shape. That of a module for a further token joins
+        `embedded` (batch, seq, d_model) to `x` before, and normalises its output."""
+        if self.join is not None:
+            x = self.join(x, embedded)
         if self.parallel:
             both = self.run_halves(self.halves, x, rotary, noise, cache, documents, conversations)
-            return self.added(x, self.dropped(both, noise, "residual"))
+            return self.predict_norm(self.added(x, self.dropped(both, noise, "residual")))
         attended = self.attn_post_norm(self.attn(self.attn_norm(x), rotary, noise, cache, documents))
         x = self.added(x, self.dropped(attended, noise, "attn.residual"))
         widened = self.mlp_post_norm(self.feed_forward(self.mlp_norm(x), conversations))
-        return self.added(x, self.dropped(widened, noise, "mlp.residual"))
+        return self.predict_norm(self.added(x, self.dropped(widened, noise, "mlp.residual")))
 
     def added(self, x: Tensor, y: Tensor) -> Tensor:
         """Returns the sum of the residual stream and the result of a half, both (batch, seq, d_model)."""
@@ -330,6 +359,20 @@ class Block(nn.Module):
         kind = self.kinds[1]
         layer = getattr(self, kind.name_in_block)
         return layer(x, conversations) if kind.routed else layer(x)
+
+
+class Join(nn.Module):
+    """Joins hidden states with the embeddings of later tokens (DeepSeek-V3, section 2.2, equation 21). The embeddings
+    come first, as in the matrices that were published."""
+
+    def __init__(self, model: ModelConfig):
+        super().__init__()
+        self.hidden_norm, self.embed_norm = make_norm(model), make_norm(model)
+        self.proj = Linear(2 * model.d_model, model.d_model, bias=False)
+
+    def forward(self, x: Tensor, embedded: Tensor) -> Tensor:
+        """Maps hidden states and embeddings, (batch, seq, d_model) both, to the same shape."""
+        return self.proj(torch.cat((self.embed_norm(embedded), self.hidden_norm(x)), dim=-1))
 
 
 class Head(nn.Module):

@@ -318,7 +318,10 @@ def apply_loss(parts: Construction) -> Objective:
     if parts.compiled and not isinstance(parts.model.head, TiledHead):  # fused with its cast
         loss = replace(loss, compute=torch.compile(loss.compute))
         parts.log("compile: the loss")
-    return Objective(parts.model, loss, pairs, chunk)
+    mtp_weight = parts.job.train.mtp_weight
+    if depths := parts.model.config.mtp:
+        parts.log("loss: %s × the mean of %s", f"{mtp_weight:g}", counted(depths, "module") + " for further tokens")
+    return Objective(parts.model, loss, pairs, chunk, mtp_weight)
 
 
 def apply_data_parallel(parts: Construction, objective: Objective) -> Replica:

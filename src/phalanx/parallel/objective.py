@@ -8,7 +8,9 @@ sequences: context-parallel ranks sum one number per sequence, and each then tak
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -21,6 +23,30 @@ from phalanx.model.seeding import Noise
 from phalanx.model.transformer import Transformer
 from phalanx.parallel.stages import Stage
 from phalanx.parallel.vocabulary import ChunkedLoss, CrossEntropy, TiledHead, recomputed_loss
+
+
+class FurtherTokens(NamedTuple):
+    """The inputs of a module for a further token: those of depth k predict the token after the next k."""
+
+    tokens: Tensor
+    """(micro_batch, seq), int64: the token k places after each position; 0 where there is none."""
+    targets: Tensor
+    """(micro_batch, seq), int64: the target k places after each position; IGNORE where there is none."""
+
+    @classmethod
+    def of(cls, tokens: Tensor, targets: Tensor, documents: Documents | None, depth: int) -> FurtherTokens:
+        """Returns those of depth `depth` of whole sequences (micro_batch, seq): documents are not crossed."""
+        depth = min(depth, tokens.shape[1])
+        further = cls(F.pad(tokens[:, depth:], (0, depth)), F.pad(targets[:, depth:], (0, depth), value=IGNORE))
+        if documents is None:
+            return further
+        later = F.pad(documents.numbers[:, depth:], (0, depth), value=-1)
+        same = later == documents.numbers
+        return cls(further.tokens.where(same, 0), further.targets.where(same, IGNORE))
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> FurtherTokens:
+        """Returns them with both tensors changed."""
+        return FurtherTokens(change(self.tokens), change(self.targets))
 
 
 @dataclass(frozen=True)
@@ -42,6 +68,8 @@ class MicroTensors:
     reference model; NaN for padding."""
     conversations: Conversations | None = None
     """What routers count; None if every sequence is one conversation without padding."""
+    further: tuple[FurtherTokens, ...] = ()
+    """Of each module for a further token."""
 
     @property
     def positions(self) -> Tensor:
@@ -62,6 +90,7 @@ class MicroTensors:
             documents=documents,
             reference=reference,
             conversations=conversations,
+            further=tuple(each.map(lambda x: x[chosen]) for each in self.further),
         )
 
     def slice(self, number: int, slices: int) -> MicroTensors:
@@ -80,6 +109,7 @@ class MicroTensors:
             noise=noise,
             places=places,
             conversations=conversations,
+            further=tuple(each.map(lambda x: x[:, chosen]) for each in self.further),
         )
 
 
@@ -199,16 +229,28 @@ class PairLoss:
 class Objective(nn.Module):
     """The module that data parallelism wraps: logits stay inside, one scalar comes out."""
 
-    def __init__(self, model: Transformer, loss: CrossEntropy, pairs: PairLoss | None = None, chunk: int = 0):
-        """With `chunk`, that many tokens have logits at a time."""
+    def __init__(
+        self,
+        model: Transformer,
+        loss: CrossEntropy,
+        pairs: PairLoss | None = None,
+        chunk: int = 0,
+        mtp_weight: float = 0.0,
+    ):
+        """With `chunk`, that many tokens have logits at a time. `mtp_weight` is the factor of the mean loss of the
+        modules for further tokens."""
         super().__init__()
-        self.model, self.loss, self.pairs = model, loss, pairs
-        self.chunked = ChunkedLoss(loss, chunk) if chunk else None
+        self.model, self.loss, self.pairs, self.mtp_weight = model, loss, pairs, mtp_weight
+        # Losses that wait together for their backward pass have the same factor.
+        self.chunked, self.chunked_further = (ChunkedLoss(loss, chunk) if chunk else None for _ in range(2))
+        self._further: list[Tensor] = []
+        """The losses of the modules for further tokens since they were taken, each the mean over depths."""
 
     def forward(
         self, micro: MicroTensors, stage: Stage | None = None, x: Tensor | None = None, earlier: Earlier | None = None
     ) -> Tensor:
-        """Returns the loss summed over valid targets, in nats; or over preference pairs.
+        """Returns the loss summed over valid targets, in nats; or over preference pairs. Its gradient includes that of
+        the modules for further tokens.
 
         In a pipeline only `stage` is computed: from `x`, the previous stage's output, to the next one's input,
         (micro_batch, seq, d_model) both, or to the loss. `earlier` are the slices before these: then the
@@ -217,30 +259,57 @@ class Objective(nn.Module):
         positions = micro.positions
         if x is None:
             x = model.embed_tokens(micro.tokens, positions, micro.noise)
-        layers = model.blocks if stage is None else stage.layers
-        x = model.through(layers, x, positions, micro.noise, earlier, micro.documents, micro.conversations)
+        layers = [*(model.blocks if stage is None else stage.layers)]
+        trunk = model.trunk(layers)
+        x = model.through(trunk, x, positions, micro.noise, earlier, micro.documents, micro.conversations)
         if stage is not None and not stage.last:
             return x
-        loss = self.of_hidden(model.normed(x).flatten(0, 1), micro.targets.flatten(), shared=stage is not None)
+        x, shared = model.normed(x), stage is not None
+        loss = self.of_hidden(model.gathered(x).flatten(0, 1), micro.targets.flatten(), self.chunked, shared=shared)
         if self.pairs is None:
-            return loss.sum()
+            loss = loss.sum()
+            return loss + self._of_further(micro, x, layers[len(trunk) :], earlier, shared) if micro.further else loss
         losses = loss.view_as(micro.targets).double().sum(dim=1)
         return losses if earlier is not None else self.pairs(losses, micro)
 
-    def of_hidden(self, x: Tensor, targets: Tensor, *, shared: bool) -> Tensor:
-        """Returns the losses of `targets` (tokens,), or their sum, from the head's input `x` (tokens, d_model).
-        `shared`: other losses may be waiting for their backward pass."""
+    def _of_further(
+        self, micro: MicroTensors, x: Tensor, layers: Sequence[str], earlier: Earlier | None, shared: bool
+    ) -> Tensor:
+        """Returns 0 with the gradient of the loss of the modules `layers` for further tokens (DeepSeek-V3, section 2.2,
+        equations 21 to 25), and notes that loss. The first reads `x`, the last block's normalised output, and each
+        later one the output of the one before it."""
+        model, losses = self.model, list[Tensor]()
+        for layer, further in zip(layers, micro.further, strict=True):
+            inputs = x, micro.positions, micro.noise, earlier, micro.documents, micro.conversations
+            x = model.through([layer], *inputs, model.look_up(further.tokens))
+            hidden, targets = model.gathered(x).flatten(0, 1), further.targets.flatten()
+            losses.append(self.of_hidden(hidden, targets, self.chunked_further, shared=shared).sum())
+        loss = torch.stack(losses).mean()
+        if torch.is_grad_enabled():
+            self._further.append(loss.detach().double())
+        weighted = self.mtp_weight * loss
+        return weighted - weighted.detach()
+
+    def take_further(self, like: Tensor) -> Tensor:
+        """Returns the losses of the modules for further tokens since the last call, summed over valid targets: (1,)
+        fp64 on the device of `like`."""
+        found, self._further = self._further, []
+        return torch.stack(found).sum(0, keepdim=True) if found else like.new_zeros(1, dtype=torch.float64)
+
+    def of_hidden(self, x: Tensor, targets: Tensor, chunked: ChunkedLoss | None, *, shared: bool) -> Tensor:
+        """Returns the losses of `targets` (tokens,), or their sum, from the head's input `x` (tokens, d_model), by
+        `chunked` if there is one. `shared`: other losses of it may be waiting for their backward pass."""
         head, embedding = self.model.head, self.model.embed.weight if self.model.config.tied else None
         if isinstance(head, TiledHead):
             return head(x, targets)
-        if self.chunked is None:
+        if chunked is None:
             return self.loss(head(x, embedding), targets)
         weight = head.weight if embedding is None else embedding
         assert weight is not None, "a tied head needs the embedding's weight"
         if self.pairs is None or not (weight.requires_grad and torch.is_grad_enabled()):
-            return self.chunked(x, head.multiply, weight, targets, shared=shared)
+            return chunked(x, head.multiply, weight, targets, shared=shared)
         # The loss of a pair scales the gradients of all its tokens, and is known only at their end.
-        return recomputed_loss(x, head.multiply, weight, targets, self.loss, self.chunked.chunk)
+        return recomputed_loss(x, head.multiply, weight, targets, self.loss, chunked.chunk)
 
     def counted(self, micro: MicroTensors) -> Tensor:
         """Returns what the mean loss is divided by, of a micro-batch and in fp64: its valid tokens here, or its pairs'

@@ -238,8 +238,9 @@ class Pipeline:
 
     def releases_input(self, stage: Stage) -> bool:
         """Returns whether the input of a stage has left the device after its forward pass."""
-        run = self.replica.objective.model.blocks[stage.layers[0]].run
-        return isinstance(run, SwappingRun) and run.leaves
+        model = self.replica.objective.model
+        run = model.blocks[stage.layers[0]].run
+        return isinstance(run, SwappingRun) and run.leaves and bool(model.trunk(stage.layers[:1]))
 
 
 @dataclass

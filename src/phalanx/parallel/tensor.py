@@ -150,11 +150,6 @@ class TensorParallel:
         return self.gathered(x), *others
 
     @uncompiled
-    def gather_output(self, module: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> Tensor:
-        """Gathers all tokens of a module's output: a forward hook."""
-        return self.gathered(output)
-
-    @uncompiled
     def reduce_output(self, module: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> Tensor:
         """Sums the ranks' outputs of a module: a forward hook."""
         return self.reduced(output)
@@ -194,7 +189,7 @@ def connect(model: Transformer, parallel: TensorParallel, recomputes: Mapping[st
         model.embed = ParallelEmbedding(model.embed, parallel)
     if isinstance(model.positions, PositionEmbedding):
         model.positions = ParallelPositions(model.positions, parallel)
-    model.final_norm.register_forward_hook(parallel.gather_output)
+    model.gather = parallel.gathered
     model.routing.share = 1 / parallel.tp.size
     return made
 

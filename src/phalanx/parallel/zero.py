@@ -22,8 +22,10 @@ from torch import Tensor, nn
 
 from phalanx.blocks.operator import is_expert
 from phalanx.comm.axis import Axis, Pending
+from phalanx.model.transformer import Head
 from phalanx.optimizers.entry import Granularity
 from phalanx.parallel.data import GradientSum, LocalModel, Replica, TensorSlices, call_when_complete
+from phalanx.parallel.linear import DeferringProduct
 from phalanx.parallel.objective import Objective
 from phalanx.parallel.parameter_shards import ParameterShard, ShardGroup
 from phalanx.partition.matrices import ShardRanges, granular_cut
@@ -37,6 +39,9 @@ class Slot:
     name: str
     parameter: nn.Parameter
     start: int
+    uses: int = 1
+    """Gradients that arrive one by one in a micro-batch: those of a matrix that several losses read, where they bypass
+    autograd, which would add them."""
     filled: bool = False
     """True if the buffer holds this step's gradient of an earlier micro-batch."""
 
@@ -89,7 +94,7 @@ class Bucket:
 
     def expect(self) -> None:
         """Prepares for the gradients of another micro-batch."""
-        self.waiting = len(self.slots)
+        self.waiting = sum(slot.uses for slot in self.slots)
 
     def take(self, slot: Slot) -> None:
         """Moves a parameter's new gradient into the buffer, where autograd accumulates those of later micro-batches. A
@@ -221,6 +226,12 @@ class BucketReplica(Replica):
         """Buckets to reduce after the current backward pass that have not been sent, in sending order."""
         self.leaving: Bucket | None = None
         """The bucket that is summed for the last time and then leaves the device."""
+        transformer = model.objective.model
+        head, modules, tied = transformer.head, transformer.config.mtp, transformer.config.tied
+        if modules and isinstance(head, Head) and isinstance(head.multiply, DeferringProduct):
+            matrix = getattr(transformer.embed, "weight", None) if tied else head.weight
+            for slot in (slot for bucket in self.buckets for slot in bucket.slots if slot.parameter is matrix):
+                slot.uses = 1 + modules + tied  # as a tied one is looked up in as well
         self.slots: dict[Tensor, tuple[Bucket, Slot]] = {
             slot.parameter: (bucket, slot) for bucket in self.buckets for slot in bucket.slots
         }

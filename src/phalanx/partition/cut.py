@@ -15,6 +15,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from phalanx.blocks.kinds import block_kinds
 from phalanx.blocks.parameters import block_flops_per_token, head_flops_per_token
 from phalanx.config.layout import Layout
 from phalanx.config.model import ModelConfig
@@ -41,20 +42,27 @@ class LayerCosts(NamedTuple):
 
 
 def layer_costs(model: ModelConfig, vocab: int | None = None) -> LayerCosts:
-    """Returns the forward FLOPs per token of every block and of the head; each backward pass costs twice that. The
+    """Returns the forward FLOPs per token of every block and of the head, with that of its own of a module for a
+    further token; each backward pass costs twice that. The
     embedding is a look-up without a multiplication and counts nothing. `vocab` is the tokenizer's vocabulary, used if
     the model leaves it open; raises JobError if neither is set."""
-    blocks = [block_flops_per_token(model, layer) for layer in range(model.n_layers)]
-    return LayerCosts(blocks, 0, head_flops_per_token(model, vocab))
+    head = head_flops_per_token(model, vocab)
+    blocks = [
+        block_flops_per_token(model, layer) + head * kind.predicts for layer, kind in enumerate(block_kinds(model))
+    ]
+    return LayerCosts(blocks, 0, head)
 
 
 def stages_of(model: ModelConfig, layout: Layout, stages: int, vocab: int | None = None) -> tuple[range, ...]:
     """Returns the layers of each of `stages` stages: those of `layout.pp_cut` if it is set, else cut by cost. Raises
     JobError if the model has too few layers, or if pp_cut does not match the model or the stages."""
     if layout.pp_cut:
-        return written_stages(layout.pp_cut, stages, model.n_layers)
+        return written_stages(layout.pp_cut, stages, model.n_layers, model.mtp)
     costs = layer_costs(model, vocab)
-    return cut(costs.layers, stages, costs.first, costs.last)
+    # The last stage has all modules for further tokens.
+    own = model.n_layers - max(1, model.mtp)
+    *early, last = cut([*costs.layers[:own], sum(costs.layers[own:])], stages, costs.first, costs.last)
+    return *early, range(last.start, model.n_layers)
 
 
 def cut(costs: Sequence[float], stages: int, first: float = 0, last: float = 0) -> tuple[range, ...]:

@@ -242,9 +242,10 @@ def parse_cut(text: str) -> tuple[int, ...]:
     return tuple(int(layers) for layers in plain.split("+"))
 
 
-def written_stages(text: str, stages: int, layers: int) -> tuple[range, ...]:
+def written_stages(text: str, stages: int, layers: int, mtp: int = 0) -> tuple[range, ...]:
     """Returns the layers of each stage by `layout.pp_cut`, for a pipeline of `stages` stages and a model of `layers`
-    layers. Raises JobError with every reason why it does not match them."""
+    layers, of which the last `mtp` belong to the last stage. Raises JobError with every reason why it does not match
+    them."""
     sizes = parse_cut(text)
     problems = []
     if len(sizes) != stages:
@@ -256,15 +257,25 @@ def written_stages(text: str, stages: int, layers: int) -> tuple[range, ...]:
         )
     if sum(sizes) != layers:
         problems.append(f"{text} = {sum(sizes)} layers, the model has {layers}")
+    if 0 < sizes[-1] < mtp:
+        problems.append(
+            f"{text} leaves {mtp - sizes[-1]} of the {mtp} modules for further tokens to earlier stages: the last "
+            "stage has all of them"
+        )
     if problems:
-        fair = "+".join(str(len(part)) for part in even(layers, stages)) if stages <= layers else ""
+        fits = stages <= layers - max(0, mtp - 1)
+        fair = "+".join(str(len(part)) for part in even(layers, stages, mtp)) if fits else ""
         raise JobError([f"{problem}{f'; legal: {fair}' if fair else ''}" for problem in problems])
     return ranges(sizes)
 
 
-def even(layers: int, stages: int) -> tuple[range, ...]:
-    """Distributes layers evenly, with one more in the later stages, which have fewer micro-batches in flight."""
-    return tuple(range(s * layers // stages, (s + 1) * layers // stages) for s in range(stages))
+def even(layers: int, stages: int, mtp: int = 0) -> tuple[range, ...]:
+    """Distributes layers evenly, with one more in the later stages, which have fewer micro-batches in flight; the last
+    `mtp` layers belong to the last stage."""
+    ends = [(s + 1) * layers // stages for s in range(stages - 1)]
+    if stages > 1 and ends[-1] > layers - mtp:
+        ends = [(s + 1) * (layers - mtp) // (stages - 1) for s in range(stages - 1)]
+    return tuple(range(start, end) for start, end in pairwise((0, *ends, layers)))
 
 
 def ranges(sizes: Sequence[int]) -> tuple[range, ...]:
@@ -274,10 +285,11 @@ def ranges(sizes: Sequence[int]) -> tuple[range, ...]:
 
 def stage_shapes(model: ModelConfig, stages: Iterable[range], vocab_size: int | None = None) -> Shapes:
     """Returns name and whole shape of every parameter on a rank with these stages, in the order of the module tree. If
-    the head is tied, the last stage holds `embed.weight` too: a copy whose gradient the two ranks sum."""
+    the last stage computes with the embedding (a tied head, model.mtp), it holds `embed.weight` too: a copy whose
+    gradient the two ranks sum."""
     layers = {layer for stage in stages for layer in stage}
     first, last = 0 in layers, model.n_layers - 1 in layers
-    outside = {"embed": first or (last and model.tied), "positions": first, "final_norm": last, "head": last}
+    outside = {"embed": first or (last and model.embeds_at_end), "positions": first, "final_norm": last, "head": last}
     return {
         name: shape
         for name, shape in parameter_shapes(model, vocab_size).items()

@@ -350,7 +350,7 @@ def _meshes(request: PlanRequest, world: int) -> Iterator[MeshDegrees]:
     most_tp = max(LEAST_TP, NEIGHBOURHOODS * request.cluster.joined)
     for tp, sp, cp, ulysses in _inner(model, world, most_tp, fixed):
         for pp in _kept(divisors(world // (tp * cp)), fixed, "pp"):
-            if pp > model.n_layers:
+            if pp > model.most_stages:
                 continue
             data = world // (tp * cp * pp)
             if request.global_batch % data:
@@ -418,7 +418,7 @@ def _options(request: PlanRequest, pp: int, m: int, shared: bool, known: dict[Sc
 
 
 def _schedules(request: PlanRequest, pp: int, m: int) -> Iterator[Scheduled]:
-    fixed, layers = request.fixed, request.model.n_layers
+    fixed, layers = request.fixed, request.model.most_stages
     if pp == 1:
         yield Scheduled(fixed.get("schedule", Layout.schedule), fixed.get("pp_chunks", 0))
         return

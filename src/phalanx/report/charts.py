@@ -12,6 +12,7 @@ from phalanx.units import gib
 
 _PLAIN = "{:.3g}".format
 _CHARTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "mtp_loss": ("Loss of the modules for further tokens", {"unit": "{:.4f}".format}),
     "reward_margin": ("Margin of the rewards", {"unit": _PLAIN, "robust": True}),
     "lr": ("Learning rate", {"unit": lambda v: f"{v:.1e}" if v else "0", "from_zero": True}),
     "grad_norm": ("Gradient norm", {"unit": _PLAIN, "robust": True}),

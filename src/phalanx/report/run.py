@@ -26,7 +26,7 @@ from phalanx.trackers.tracker import KEPT_ON_REWIND, ReadPosition, Row, read_lin
 
 COLUMNS = (
     *("loss", "grad_norm", "lr", "step_time_s", "data_wait_s", "tps", "tps_total", "tflops", "mfu", "memory"),
-    *("padding", "reward_margin", "reward_accuracy"),
+    *("padding", "mtp_loss", "reward_margin", "reward_accuracy"),
 )
 """The figures of a step that are kept."""
 HISTORY = KEPT_ON_REWIND | {"end", "slow_rank"}

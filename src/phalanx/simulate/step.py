@@ -167,8 +167,8 @@ def rank_seconds(spec: StepSpec, schedule: Schedule, rank: int, disturbance: Dis
     state = {}
     for stage in local_stages:
         held = held_by(spec, contents[stage])
-        if spec.model.tied and stage == schedule.stages - 1 > 0 and content.embedding:
-            # The head is the first stage's embedding, on the same rank.
+        if spec.model.embeds_at_end and stage == schedule.stages - 1 > 0 and content.embedding:
+            # It computes with the first stage's embedding, which is on the same rank.
             copied = table(spec.model, spec.layout.tp)
             trained = 0 if spec.model.lora.rank else copied
             held = replace(held, dense=held.dense - copied, trained_dense=held.trained_dense - trained)

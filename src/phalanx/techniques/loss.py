@@ -25,6 +25,12 @@ def preference_problems(job: Job) -> Iterator[Problem]:
             where = f"train.dpo.{changed}"
             yield where, f"is for pairs, corpus {job.data.corpus} has none; nearest legal: corpus=preferences"
         return
+    if modules := job.model.mtp:
+        yield (
+            "model.mtp",
+            f"the loss of pairs has no part for further tokens, mtp is {modules}; nearest legal: mtp=0 with "
+            f"n_layers={job.model.main.n_layers}, as `phalanx import hf` reads it with --layers",
+        )
     layout = job.layout
     if layout.sync != "bsp":
         yield "layout.sync", f"the loss of pairs needs sync=bsp, is {layout.sync}; nearest legal: sync=bsp"

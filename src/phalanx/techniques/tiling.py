@@ -33,8 +33,11 @@ def tile_problems(job: Job) -> Iterator[Problem]:
         legal = "+".join(name for name in there if name in layout.tiled_layers) or "all"
         yield (
             "layout.tile",
-            f"embedding and head are one matrix (model.tied=true), which both ends of the model read whole; nearest "
-            f"legal: tile={legal}, or model.tied=false",
+            "embedding and head are one matrix (model.tied=true), which both ends of the model read whole; nearest "
+            f"legal: tile={legal}, or model.tied=false"
+            if model.tied
+            else f"modules for further tokens (model.mtp={model.mtp}) read embedding and head too, so that both run "
+            f"whole; nearest legal: tile={legal}",
         )
         absent = [name for name in absent if name not in tied]
     if absent and (layout.tile != "all" or len(absent) == len(TILED)):

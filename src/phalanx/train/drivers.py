@@ -17,7 +17,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, astuple, dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from statistics import fmean
 from typing import Any
 
@@ -306,6 +306,7 @@ class Asynchronous:
         requests of the replica's ranks."""
         stepper, step = self.stepper, reply.chunk // self.replicas
         loss = stepper.gradients(micro_batches, step, tokens)
+        stepper.replica.objective.take_further(loss)  # the server knows the main loss alone
         gradients = [f.value.new_zeros(f.value.shape) if f.gradient is None else f.gradient for f in self.shards]
         of = {shard.name: gradient for shard, gradient in zip(self.shards, gradients, strict=True)}
         square = square_sum([of[f.name] for f in counted(self.shards)])
@@ -430,7 +431,7 @@ class UnflushedSteps:
             # Not raised here: some ranks are still computing results that others wait for.
             self.problem = not_finite(number, loss, norm)
         self.requests |= computed.requests
-        self.known.append((number, Step(loss, norm)))
+        self.known.append((number, Step(loss, norm, facts=computed.facts)))
 
     def _raise(self) -> None:
         if self.problem:
@@ -473,8 +474,8 @@ class StepDriver(ABC):
 
     def record_step(self, number: int, step: Step) -> None:
         """Records a step that was taken at its own learning rate."""
-        pairs = asdict(step.pairs) if step.pairs else {}
-        self.record(number, {"loss": step.loss, "grad_norm": step.grad_norm, "lr": self.lr(number - 1), **pairs})
+        values = {"loss": step.loss, "grad_norm": step.grad_norm, "lr": self.lr(number - 1)}
+        self.record(number, {**values, **step.facts})
 
 
 class SynchronousDriver(StepDriver):

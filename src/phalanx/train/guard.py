@@ -521,7 +521,7 @@ class Guard:
         computed.wait()
         self.stepper.routing.add(launched.routed)
         judged = self._judge(computed)
-        taken = Step(computed.loss, computed.grad_norm, computed.requests, computed.pairs)
+        taken = Step(computed.loss, computed.grad_norm, computed.requests, computed.facts)
         overflow = not (math.isfinite(taken.loss) and math.isfinite(taken.grad_norm))
         if not judged.kind and not overflow and not computed.requests.void:
             self.stepper.loss_scale.fine()

@@ -122,17 +122,20 @@ def line(row: dict[str, float], memory: int) -> str:
     step: 10 loss: 2.1234 grad_norm: 0.51 lr: 3.0e-04 tps: 9,999 tps_total: 79,992 tflops: 1.23 mfu: 40.1% memory:
     12.3GiB
 
-    Of preference pairs, margin and accuracy of the rewards stand before `tps`; of conversations, the share of the
-    positions that are padding, which no figure counts.
+    Of modules for further tokens, the mean of their losses stands after the loss; of preference pairs, margin and
+    accuracy of the rewards stand before `tps`; of conversations, the share of the positions that are padding, which no
+    figure counts.
     """
     pairs, value = "", row["tflops"]
     tflops = f"{value:.0f}" if value >= 100 else f"{value:#.3g}".rstrip(".")  # 163, 1.23, 0.0519
     if "reward_margin" in row:
         pairs = f"margin: {row['reward_margin']:.3f}  accuracy: {row['reward_accuracy']:.1%}  "
+    mtp = f"mtp_loss: {row['mtp_loss']:.4f}  " if "mtp_loss" in row else ""
     mfu = f"mfu: {row['mfu']:.1%}  " if "mfu" in row else ""
     padding = f"padding: {row['padding']:.1%}  " if "padding" in row else ""
     return (
-        f"step: {row['step']:.0f}  loss: {row['loss']:.4f}  grad_norm: {row['grad_norm']:.2f}  lr: {row['lr']:.1e}  "
+        f"step: {row['step']:.0f}  loss: {row['loss']:.4f}  {mtp}grad_norm: {row['grad_norm']:.2f}  "
+        f"lr: {row['lr']:.1e}  "
         f"{pairs}{padding}"
         f"tps: {row['tps']:,.0f}  tps_total: {row['tps_total']:,.0f}  tflops: {tflops}  "
         f"{mfu}memory: {gib(memory)}"

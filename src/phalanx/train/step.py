@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 import math
 import resource
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ from phalanx.model.seeding import Noise
 from phalanx.model.transformer import Transformer
 from phalanx.parallel.apply import apply, initialise
 from phalanx.parallel.mesh import Mesh
-from phalanx.parallel.objective import MicroTensors, PairFacts
+from phalanx.parallel.objective import FurtherTokens, MicroTensors, PairFacts
 from phalanx.parallel.offload import BudgetError, Host
 from phalanx.parallel.parameter_shards import ParameterShard
 from phalanx.parallel.pipeline import PipeDream, Pipeline, StashingPipeline
@@ -186,8 +186,9 @@ class Step:
     grad_norm: float
     requests: Requests = NO_REQUESTS
     """Requests of any rank; independent replicas know them only when they synchronize."""
-    pairs: PairFacts | None = None
-    """Of preference pairs: rewards, margin and accuracy, over the global batch."""
+    facts: Mapping[str, float] = field(default_factory=dict)
+    """Further means over the global batch, by their names in metrics.jsonl: rewards, margin and accuracy of preference
+    pairs, or the loss of modules for further tokens."""
 
 
 @dataclass
@@ -202,8 +203,8 @@ class Computed:
     square: Tensor
     """The square of the gradients' norm: of this rank's until the step is settled, then of all ranks'."""
     status: Tensor
-    """Loss, squared norm and requests, (3,) in fp64, and with preference pairs the sums of these, (7,): over all ranks
-    once `everywhere` has arrived."""
+    """Loss, squared norm and requests, (3,) in fp64, and with preference pairs the sums of these, (7,), or with modules
+    for further tokens their loss, (4,): over all ranks once `everywhere` has arrived."""
     everywhere: Pending
     arrived: Any = None
     """The arrival of `status` on the host, if it was fetched from a GPU."""
@@ -240,9 +241,13 @@ class Computed:
         return Requests.decode(self.status[2].item())
 
     @property
-    def pairs(self) -> PairFacts | None:
-        """The facts of preference pairs, of a settled step; None of other data."""
-        return PairFacts.of(self.status[3:]) if len(self.status) > 3 else None
+    def facts(self) -> dict[str, float]:
+        """Step.facts of a settled step."""
+        more = self.status[3:]
+        if len(more) == 1:
+            return {"mtp_loss": (more[0] / (self.tokens or 1)).item()}
+        pairs = PairFacts.of(more) if len(more) else None
+        return asdict(pairs) if pairs else {}
 
 
 class Stepper:
@@ -394,7 +399,7 @@ class Stepper:
         self.replica.publish()
         self.discard()
         heartbeat.enter(Phase.RECORD)
-        return Step(mean, grad_norm, requests, computed.pairs)
+        return Step(mean, grad_norm, requests, computed.facts)
 
     @property
     def launches(self) -> bool:
@@ -446,6 +451,8 @@ class Stepper:
         status = torch.stack((loss * self.mesh.owns_loss, counted, torch.full_like(loss, requests.encode())))
         if pairs := self.replica.objective.pairs:
             status = torch.cat((status, pairs.take(status) * self.mesh.owns_loss))
+        elif self.job.model.mtp:
+            status = torch.cat((status, self.replica.objective.take_further(status) * self.mesh.owns_loss))
         return square, status, self._reduce(status)
 
     def restart(self) -> None:
@@ -483,7 +490,9 @@ class Stepper:
                 torch.from_numpy(micro.conversations).to(self.device, non_blocking=True), micro.most_conversations
             )
         seq_len = tokens.shape[1]
+        further = tuple(FurtherTokens.of(tokens, targets, documents, depth + 1) for depth in range(self.job.model.mtp))
         if places is not None:
+            further = tuple(each.map(lambda x: x[:, places]) for each in further)
             tokens, targets = tokens[:, places], targets[:, places]
             conversations = conversations and conversations.at(places)
         noise = None
@@ -495,7 +504,7 @@ class Stepper:
             noise = Noise(
                 self.job.train.seed, step, samples, heads=part, tokens=tokens_here, places=places, seq_len=seq_len
             )
-        return MicroTensors(tokens, targets, noise, places, documents, reference, conversations)
+        return MicroTensors(tokens, targets, noise, places, documents, reference, conversations, further)
 
     def _places(self, slices: int) -> Tensor | None:
         """Returns the positions of this rank's tokens of every sequence; None if it has all."""

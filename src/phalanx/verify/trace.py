@@ -30,6 +30,7 @@ from phalanx.model.moe import MixtureOfExperts, Slots
 from phalanx.model.transformer import Block, Transformer
 from phalanx.parallel.objective import MicroTensors
 from phalanx.parallel.pipeline import Pipeline
+from phalanx.parallel.vocabulary import ChunkedLoss
 from phalanx.partition import derived as batch
 from phalanx.partition.tensor_slices import rank_positions
 from phalanx.verify.measure import ObservedStepper, run_steps
@@ -86,8 +87,8 @@ class StepRecorder:
         self._hook_model(objective.model)
         of_hidden = objective.of_hidden
 
-        def loss(x: Tensor, targets: Tensor, *, shared: bool) -> Tensor:
-            found = of_hidden(x, targets, shared=shared)
+        def loss(x: Tensor, targets: Tensor, chunked: ChunkedLoss | None, *, shared: bool) -> Tensor:
+            found = of_hidden(x, targets, chunked, shared=shared)
             self.see("loss", found)
             return found
 
@@ -201,7 +202,7 @@ class StepRecorder:
                 path = f"{name}.{kind.name_in_block}"
                 self._hook_half(path, half, kind.connection.reads, kind.connection.writes, sums=block.parallel)
             self._after(name, block)
-        self._after("final_norm", model.final_norm, part=(False, True))
+        self._after("final_norm", model.final_norm)
         self._after("head", model.head, unit=("vocabulary entry", 1))
 
     def _hook_half(

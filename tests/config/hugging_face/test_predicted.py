@@ -99,7 +99,7 @@ def test_a_shape_has_the_parameters_of_transformers_model(name: str) -> None:
 def test_every_type_is_compared_and_said_to_leave_modules_out() -> None:
     assert {name.partition(",")[0] for name in SMALL} == {family.model_type for family in (*PREDICTED, *WITH_DELTAS)}
     for family in (*PREDICTED, *WITH_DELTAS):
-        assert any("model.mtp=1 prices one" in note for note in family.notes)
+        assert any("model.mtp=1 is one" in note for note in family.notes)
 
 
 @pytest.mark.parametrize("name", SMALL)

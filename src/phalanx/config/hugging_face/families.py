@@ -19,6 +19,7 @@ from phalanx.config.hugging_face.terms import (
     Field,
     Fields,
     Fixed,
+    LongRope,
     NoRope,
     PlainHeads,
     Rope,
@@ -56,6 +57,13 @@ class ConfigFamily:
     inside_of: str = ""
     notes: tuple[str, ...] = ()
     """Facts that the shape does not express; reported on import."""
+    mtp_field: str = ""
+    """The number of modules for further tokens, in config.json; empty where they have no names. Whether there are any,
+    files say: transformers ignores their weights, and leaves the number when it writes files without them."""
+    mtp_join: str = ""
+    """The name of the matrix that joins, of the module whose number as a layer is {}."""
+    most_modules: int = MOST_LAYERS
+    """Modules that have names of their own."""
 
 
 @dataclass(frozen=True)
@@ -250,7 +258,9 @@ UNUSED_BALANCING = frozenset(
         "head_dim",
     )
 )
-NO_MTP = "modules that predict a second token are left out"
+NO_MTP = "modules for further tokens are left out (one more of model.n_layers with model.mtp=1 is one)"
+LAYERS_AFTER: dict[str, Any] = {"mtp_field": "num_nextn_predict_layers", "mtp_join": "model.layers.{}.eh_proj.weight"}
+"""Modules for further tokens as DeepSeek-V3 stores them: as layers after the last one."""
 
 GEMMA_KIND = LLAMA_KIND | {"activation": "geglu", "scaled_embedding": True}
 GEMMA_TERMS = (
@@ -563,11 +573,11 @@ FAMILIES: tuple[ConfigFamily, ...] = (
             *sizes(context=4096, eps=1e-5, d_ff=8192),
             HeadDim(),
             Windows(layers=False),
-            Rope(partial="used", stretches=False),
+            LongRope(partial="used"),
             SILU,
             NO_ATTENTION_BIAS,
         ),
-        harmless=frozenset({"resid_pdrop", "embd_pdrop", "original_max_position_embeddings"}),
+        harmless=frozenset({"resid_pdrop", "embd_pdrop"}),
     ),
     ConfigFamily(
         "minimax_m2",
@@ -634,6 +644,7 @@ FAMILIES: tuple[ConfigFamily, ...] = (
         harmless=UNUSED_BALANCING,
         also=("kimi_k2",),
         notes=(NO_MTP,),
+        **LAYERS_AFTER,
     ),
     ConfigFamily(
         "glm4_moe",
@@ -650,6 +661,7 @@ FAMILIES: tuple[ConfigFamily, ...] = (
         ),
         harmless=UNUSED_BALANCING - {"head_dim"},
         notes=(NO_MTP,),
+        **LAYERS_AFTER,
     ),
     ConfigFamily(
         "solar_open",
@@ -682,9 +694,10 @@ FAMILIES: tuple[ConfigFamily, ...] = (
         | {"index_topk", "index_head_dim", "index_n_heads", "indexer_types", "mlp_layer_types", "layer_types"}
         | {"index_topk_freq", "index_topk_pattern", "index_skip_topk_offset", "indexer_rope_interleave"},
         notes=(NO_MTP, "sparse attention is full attention here, and its indexer is left out"),
+        **LAYERS_AFTER,
     ),
 )
-"""The model_types that are read and written. To write a model the first that says all of it is taken."""
+"""The model_types that are read and written, whose layers are alike or follow one rule."""
 
 
 def by_type(families: Iterable[ConfigFamily]) -> dict[str, ConfigFamily]:
@@ -700,10 +713,10 @@ BY_TYPE: Mapping[str, ConfigFamily] = by_type(FAMILIES)
 _OTHER_LAYERS = "a kind with layers that are not implemented (state spaces, convolutions, or its own attention)"
 _OTHERS = """
 mamba mamba2 falcon_mamba jamba bamba zamba zamba2 recurrent_gemma rwkv granitemoehybrid falcon_h1
-lfm2 lfm2_moe minimax minimax_m2 llama4 llama4_text gemma gemma3n phi phi3 phimoe falcon
+lfm2 lfm2_moe minimax gemma3n phi phi3 phimoe falcon
 mpt bloom opt gptj gpt_neo codegen stablelm starcoder2 persimmon cohere cohere2 command_r olmoe dbrx arctic
-jetmoe granite granitemoe nemotron exaone4 ernie4_5 ernie4_5_moe hunyuan_v1_dense hunyuan_v1_moe dots1 glm glm4
-seed_oss smollm3 olmo ministral ministral3 baichuan chatglm internlm internlm2 minicpm
+jetmoe granitemoe nemotron exaone4 ernie4_5 ernie4_5_moe hunyuan_v1_dense hunyuan_v1_moe dots1 glm glm4
+olmo baichuan chatglm internlm internlm2 minicpm
 minicpm3 gpt_bigcode apertus arcee bitnet xglm exaone modernbert xlnet
 bert roberta deberta t5 mt5 bart xlm-roberta electra whisper clip siglip vit
 """

@@ -10,6 +10,7 @@ from typing import Any
 from phalanx.config.hugging_face.families import (
     BALANCED,
     BY_TYPE,
+    FAMILIES,
     LLAMA_KIND,
     MOST_EXPERTS,
     MOST_LAYERS,
@@ -22,7 +23,9 @@ from phalanx.config.hugging_face.families import (
     by_type,
     sizes,
 )
+from phalanx.config.hugging_face.mixed import MIXED
 from phalanx.config.hugging_face.terms import (
+    FULL,
     REQUIRED,
     ConfigReader,
     Context,
@@ -32,14 +35,14 @@ from phalanx.config.hugging_face.terms import (
     ReadOnly,
     Rope,
     Written,
+    shortest,
     shown,
 )
 from phalanx.config.model import ModelConfig
 
-_LINEAR, _FULL = "linear_attention", "full_attention"
+_LINEAR = "linear_attention"
 UNREAD = frozenset({"mrope_section", "mrope_interleaved"})
 """Fields of rope parameters that concern images: the three positions of a token of text are the same."""
-NO_MTP_HERE = f"{NO_MTP} (one more of model.n_layers with model.mtp=1 prices one)"
 
 
 @dataclass(frozen=True)
@@ -49,24 +52,18 @@ class LayersWithState:
     def read(self, source: ConfigReader, fields: Fields) -> None:
         every, n = source.take("full_attention_interval", int, 4, least=1), fields["n_layers"]
         listed = source.take("layer_types", list, [])
-        kinds = listed or [_FULL if (layer + 1) % every == 0 else _LINEAR for layer in range(n)]
+        kinds = listed or [FULL if (layer + 1) % every == 0 else _LINEAR for layer in range(n)]
         if len(kinds) != n:
             source.problem("layer_types", f"lists {len(kinds):,} layers, num_hidden_layers is {n:,}")
             return
-        if unknown := [kind for kind in kinds if kind not in (_LINEAR, _FULL)]:
-            source.problem("layer_types", f"holds {shown(unknown[0])}, supported: {_FULL}, {_LINEAR}")
-        fields["attention"] = ",".join(_shortest(["delta" if kind == _LINEAR else "gated_heads" for kind in kinds]))
+        if unknown := [kind for kind in kinds if kind not in (_LINEAR, FULL)]:
+            source.problem("layer_types", f"holds {shown(unknown[0])}, supported: {FULL}, {_LINEAR}")
+        fields["attention"] = ",".join(shortest(["delta" if kind == _LINEAR else "gated_heads" for kind in kinds]))
 
     def write(self, model: ModelConfig) -> Fields:
         kinds = model.attention.split(",")
         names = [kinds[layer % len(kinds)] for layer in range(model.n_layers)]
-        return {"layer_types": [_LINEAR if name == "delta" else _FULL for name in names]}
-
-
-def _shortest(kinds: list[str]) -> list[str]:
-    """Returns the shortest beginning of a list that repeats to make it."""
-    lengths = (n for n in range(1, len(kinds)) if kinds == (kinds[:n] * (len(kinds) // n + 1))[: len(kinds)])
-    return kinds[: next(lengths, len(kinds))]
+        return {"layer_types": [_LINEAR if name == "delta" else FULL for name in names]}
 
 
 @dataclass(frozen=True)
@@ -86,7 +83,7 @@ class SharedExperts:
 
 
 _SYMBOLS = {"M": "mamba", "*": "heads", "E": "experts", "-": "dense"}
-_TYPES = {"mamba": "M", _LINEAR: "M", "attention": "*", _FULL: "*", "moe": "E", "mlp": "-"}
+_TYPES = {"mamba": "M", _LINEAR: "M", "attention": "*", FULL: "*", "moe": "E", "mlp": "-"}
 
 
 @dataclass(frozen=True)
@@ -118,8 +115,8 @@ class HybridLayers(ReadOnly):
             else:
                 blocks.append(("none", kind))
         fields["n_layers"] = len(blocks)
-        fields["attention"] = ",".join(_shortest([attention for attention, _ in blocks]))
-        fields["feed_forward"] = ",".join(_shortest([wide for _, wide in blocks]))
+        fields["attention"] = ",".join(shortest([attention for attention, _ in blocks]))
+        fields["feed_forward"] = ",".join(shortest([wide for _, wide in blocks]))
         if "M" not in pattern:
             fields["mamba.n_heads"] = 0
         if "E" not in pattern:
@@ -159,9 +156,11 @@ _QWEN_UNUSED = frozenset(
     (
         *("mamba_ssm_dtype", "mtp_num_hidden_layers", "mtp_use_dedicated_embeddings", "mtp_num_layers"),
         *("use_sliding_window", "max_window_layers", "sliding_window", "intermediate_size", "full_attention_interval"),
-        *("router_aux_loss_coef", "norm_topk_prob"),
+        *("router_aux_loss_coef", "norm_topk_prob", "num_nextn_predict_layers"),
     )
 )
+_MTP: dict[str, Any] = {"mtp_join": "mtp.fc.weight", "most_modules": 1}
+"""Qwen's module for a further token, which stands apart from the layers."""
 _MAMBA_UNUSED = frozenset(
     (
         *("expand", "num_logits_to_keep", "rescale_prenorm_residual", "residual_in_fp32", "use_mamba_kernels"),
@@ -183,7 +182,9 @@ WITH_DELTAS: tuple[ConfigFamily, ...] = (
             Fixed("norm_topk_prob", (True,), True),
         ),
         harmless=_QWEN_UNUSED,
-        notes=(NO_MTP_HERE,),
+        notes=(NO_MTP,),
+        mtp_field="num_nextn_predict_layers",
+        **_MTP,
     ),
     ConfigFamily(
         "qwen3_5_text",
@@ -193,7 +194,9 @@ WITH_DELTAS: tuple[ConfigFamily, ...] = (
         harmless=_QWEN_UNUSED,
         inside="text_config",
         inside_of="qwen3_5",
-        notes=(NO_MTP_HERE,),
+        notes=(NO_MTP,),
+        mtp_field="mtp_num_hidden_layers",
+        **_MTP,
     ),
     ConfigFamily(
         "qwen3_5_moe_text",
@@ -203,11 +206,15 @@ WITH_DELTAS: tuple[ConfigFamily, ...] = (
         harmless=_QWEN_UNUSED,
         inside="text_config",
         inside_of="qwen3_5_moe",
-        notes=(NO_MTP_HERE,),
+        notes=(NO_MTP,),
+        mtp_field="mtp_num_hidden_layers",
+        **_MTP,
     ),
 )
 """The model types with gated delta nets, which are trained and written as those of families.py."""
-TRAINED: Mapping[str, ConfigFamily] = {**BY_TYPE, **by_type(WITH_DELTAS)}
+TRAINED_FAMILIES = (*FAMILIES, *MIXED, *WITH_DELTAS)
+"""All that are trained and written. To write a model the first that says all of it is taken."""
+TRAINED: Mapping[str, ConfigFamily] = {**by_type((*MIXED, *WITH_DELTAS)), **BY_TYPE}
 """Every model type that is trained and written."""
 
 PREDICTED: tuple[ConfigFamily, ...] = (
@@ -223,7 +230,7 @@ PREDICTED: tuple[ConfigFamily, ...] = (
         ),
         harmless=UNUSED_BALANCING | {"mlp_layer_types", "layer_types", "mlp_bias"},
         also=(),
-        notes=(NO_MTP_HERE,),
+        notes=(NO_MTP,),
     ),
     ConfigFamily(
         "nemotron_h",
@@ -263,7 +270,7 @@ PREDICTED: tuple[ConfigFamily, ...] = (
             HybridLayers(),
         ),
         harmless=_MAMBA_UNUSED,
-        notes=(NO_MTP_HERE,),
+        notes=(NO_MTP,),
     ),
 )
 """The model types that are read only."""
