@@ -288,8 +288,6 @@ def report(spec: StepSpec, prediction: Prediction, traffic: dict[str, dict[str, 
 
 MAP_POINTS = 300
 """Number of layouts in the map of the space."""
-MAX_DRAWN_PASSES = 120
-"""Passes per rank up to which a picture shows the whole step."""
 
 PLAN = job_verb(
     "plan",
@@ -427,13 +425,7 @@ def _timeline(best: Candidate) -> str:
     """Returns the picture of the best layout's step; of a long one its beginning and its end."""
     from phalanx.pictures import timeline as timeline_picture
 
-    timeline, about = simulate(best.spec), subject(best.spec, best.spec.layout.world)
-    passes = max(map(len, timeline.schedule.programs))
-    if passes <= MAX_DRAWN_PASSES:
-        return timeline_picture.svg(timeline, about=about)
-    part = timeline.seconds * MAX_DRAWN_PASSES / 2 / passes
-    windows = ((0, part), (timeline.seconds - part, None))
-    return "".join(timeline_picture.svg(timeline, *window, about) for window in windows)
+    return timeline_picture.ends_svg(simulate(best.spec), subject(best.spec, best.spec.layout.world))
 
 
 PROGRESS_PASSES = 50_000

@@ -18,6 +18,7 @@ from phalanx.checkpoint.manifest import job_of
 from phalanx.cli.dryrun import rehearse_first
 from phalanx.cli.rank import run_on_ranks
 from phalanx.cli.verb import Words, job_verb
+from phalanx.config.cluster import DEVICE_WORDS
 from phalanx.config.corpora import CORPORA
 from phalanx.config.job import Job
 from phalanx.echo import echo
@@ -166,12 +167,12 @@ def _require_room(job: Job, ranks: Ranks | None = None, *, oversubscribe: bool) 
     from phalanx.launch import grid
 
     device, devices = job.cluster.device, 0
-    if device == "cuda" or (device == "auto" and grid.has_driver()):
+    if device in DEVICE_WORDS or (device == "auto" and grid.has_driver()):
         if ranks is not None:
             return
-        import torch
+        from phalanx.launch.accelerators import accelerators
 
-        devices = torch.cuda.device_count()
+        devices = accelerators(device)[1]
     machine, here = grid.this_machine(devices), job.layout.processes // job.run.most_nodes
     if ranks is not None:
         device, machine = "cpu", replace(machine, cores=os.cpu_count() or 1)

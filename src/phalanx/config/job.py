@@ -369,6 +369,10 @@ class RunOptions:
     """Where metrics go besides metrics.jsonl: a list of tensorboard, wandb, mlflow, and what packages add."""
     trackers_wait_s: Annotated[float, Interval(0)] = 30.0
     """Most seconds that a finished run waits until its trackers have sent everything; a stopped one waits 3 at most."""
+    metrics_port: Annotated[int, Interval(0, 65535), Example("9400")] = 0
+    """Port of rank 0 at which Prometheus reads a running job's newest figures, http://HOST:PORT/metrics; 0: none."""
+    metrics_host: Annotated[str, Printable(), Example("0.0.0.0")] = "127.0.0.1"
+    """Address of metrics_port: only this machine can read it unless you name another, such as 0.0.0.0 for all."""
     report: bool = True
     """Write report.html and loss.svg into the run's directory, and renew them while it trains."""
     live: bool = True

@@ -447,7 +447,7 @@ def _repeats_logits(spec: StepSpec) -> bool:
     """Returns whether the backward pass computes logits again: of tiles, or of chunks of sequences that are
     compared, the factors of whose gradients are known when the whole loss is."""
     return head_tiles(spec.model, spec.layout) > 1 or (
-        spec.compared and not spec.model.lora.rank and spec.layout.logits_of(place(spec).tokens) > 0
+        bool(spec.compared) and not spec.model.lora.rank and spec.layout.logits_of(place(spec).tokens) > 0
     )
 
 

@@ -73,7 +73,7 @@ def apply(model: Transformer, job: Job, mesh: Mesh, device: torch.device, host: 
     """
     parts = Construction(model, job, mesh, device, host or Host(device))
     parts.log("mesh: %s", mesh)
-    if parts.compiled or device.type == "cuda":  # optimizers have kernels that are compiled for it
+    if parts.compiled or device.type != "cpu":  # optimizers have kernels that are compiled for it
         keep_compiled()
     apply_pipeline(parts)
     apply_tensor_parallel(parts)
@@ -299,7 +299,7 @@ def apply_compile(parts: Construction) -> None:
     if wanted is True and (reason := missing(parts.device)):
         raise JobError(f"train.compile: {reason}; nearest legal: train.compile=auto, which leaves it off")
     if not parts.compiled:
-        if wanted == "auto" and parts.device.type == "cuda":
+        if wanted == "auto" and parts.device.type != "cpu":
             parts.log("compile: off, %s", refusal(parts.job) or missing(parts.device))
         return
     kinds = compile_blocks(model, exchanged=parts.job.layout.ep > 1)

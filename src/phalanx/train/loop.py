@@ -34,6 +34,7 @@ from phalanx.train.run_directory import RunDirectory
 from phalanx.train.saving import Checkpoints, Saving
 from phalanx.train.state import TrainState
 from phalanx.train.step import Stepper
+from phalanx.train.telemetry import GpuTelemetry
 
 log = logging.getLogger(__name__)
 
@@ -78,7 +79,7 @@ class Trainer:
         state, last, began = self.state, self.milestones.last, time.perf_counter()
         self.save_timer.restart()
         self.mesh.ledger.clear()
-        with self._recorder() as recorder, self.saving:
+        with self._recorder() as recorder, self._telemetry(recorder) as telemetry, self.saving:
             self._record_start(recorder)
             self.profile.pause = recorder.meter.pause
             validates = self.rollouts.validate if self.rollouts else validate
@@ -91,6 +92,7 @@ class Trainer:
                 Checkpoints(self.saving, self.milestones, self.save_timer, recorder, guard),
                 NotFiniteAdvice(state, self.batch.global_batch, self.directory.checkpoints),
                 self.profile,
+                telemetry,
             ]
             while True:
                 for callback in callbacks:
@@ -194,6 +196,9 @@ class Trainer:
         meter = Meter.of(self.job, self.batch.global_batch, self.state.vocab_size, self.peak.flops)
         path = self.directory.metrics if self.ranks.rank == 0 else None
         return Recorder(path, meter, self.milestones, self.stepper, self._source_tokens)
+
+    def _telemetry(self, recorder: Recorder) -> GpuTelemetry:
+        return GpuTelemetry.of(recorder, self.device, self.ranks.rank, self.ranks.local_world or 1)
 
     def _source_tokens(self, step: int) -> dict[str, int]:
         """Returns the tokens of each source of a mixture that `step` steps have trained on."""

@@ -147,8 +147,8 @@ class Memory:
 
 def free_bytes(device: torch.device) -> int:
     """Returns the bytes that a rank can still allocate: of an accelerator, or of the machine and its process limit."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
+    if device.type != "cpu":
+        return torch.get_device_module(device).mem_get_info(device)[0]
     limit = resource.getrlimit(resource.RLIMIT_AS)[0]
     pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
     left = limit - pages * resource.getpagesize() if limit != resource.RLIM_INFINITY else 2**63
@@ -217,9 +217,9 @@ class Computed:
 
     def fetch(self) -> None:
         """Starts copying `status` to the host, where `wait` makes it readable while the device goes on."""
-        there, self.status = self.status, torch.empty_like(self.status, device="cpu", pin_memory=self.status.is_cuda)
+        there, self.status = self.status, torch.empty_like(self.status, device="cpu", pin_memory=not self.status.is_cpu)
         self.status.copy_(there, non_blocking=True)
-        self.arrived = torch.cuda.current_stream(there.device).record_event() if there.is_cuda else None
+        self.arrived = None if there.is_cpu else torch.accelerator.current_stream(there.device).record_event()
 
     def wait(self) -> None:
         """Waits for a `status` that was fetched."""
