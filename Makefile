@@ -11,7 +11,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .PHONY: help setup train verify verify-families test memory chain rehearsal faults fuzz lora compiled cold whole planted static offload tiles zero-plus-plus test-smollm2 test-families \
-	reference lint format wheel docs pictures docs-check course bench accuracy fit gpu chaos launchers bench-peers clean
+	reference lint format lock wheel docs pictures docs-check course bench accuracy fit gpu chaos launchers bench-peers clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-11s %s\n", $$1, $$2}'
@@ -106,6 +106,9 @@ lint: setup ## check style, format and types
 format: setup ## put the code into the common format
 	$(BIN)/ruff check --fix --quiet .
 	$(BIN)/ruff format .
+
+lock: ## write uv.lock again: every package with the versions of constraints.txt, and digests of its files (needs uv)
+	uv lock $$(sed -n 's/^\([A-Za-z0-9_-]*==[^ ]*\).*/--upgrade-package \1/p' constraints.txt)
 
 wheel: ## build the wheel, and try it in a fresh environment: two minutes
 	PYTHON=$(PYTHON) .ci/wheel

@@ -2,7 +2,8 @@
 
 A job is the same as on the command line, and so are its errors: each is a PhalanxError whose text is the verb's
 message. `import phalanx` takes milliseconds, because a function imports what it needs when it is called. Only
-`rehearse_job`, `verify_layouts`, `open_checkpoint` and `plan_layout(check=True)` import torch.
+`rehearse_job`, `verify_layouts`, `open_checkpoint` and `plan_layout(check=True)` import torch. In a notebook a plan, a
+prediction, a simulated step, a verification and a run show themselves as a page.
 
 Example:
     >>> import dataclasses

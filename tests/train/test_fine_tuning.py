@@ -301,7 +301,10 @@ def predicted(job) -> dict:
     model = dataclasses.replace(job.model, vocab_size=len(weights(job)["embed.weight"]))
     equation = batch.solve(job.train.global_batch, job.layout)
     return step_traffic(
-        model, job.layout, equation, precision=job.train.precision, stages=stages(model, job.layout) or None, pairs=True
+        *(model, job.layout, equation),
+        precision=job.train.precision,
+        stages=stages(model, job.layout) or None,
+        compared="pairs",
     )
 
 

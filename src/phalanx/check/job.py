@@ -13,6 +13,8 @@ from phalanx.axes.tensor import tensor_problems
 from phalanx.blocks.kinds import attention_models
 from phalanx.check.layout import layout_problems
 from phalanx.check.model import model_problems, size_problems, unusable_kinds
+from phalanx.config.cluster import DEVICE_TYPES, DEVICE_WORDS, Cluster
+from phalanx.config.clusters import ACCELERATORS, maker_of
 from phalanx.config.corpora import CORPORA, TOKENIZERS, number_of, vocabulary_of
 from phalanx.config.fields import constraints, get, replace
 from phalanx.config.job import MOST_STEPS, Data, Job, RunOptions
@@ -162,6 +164,7 @@ def problems_of(job: Job) -> list[Problem]:
         *profile_problems(job),
         *_checkpoint(job),
         *_optimizer(job),
+        *_device(job.cluster),
         *_run(job.run),
         *_nodes(job),
     ]
@@ -312,6 +315,14 @@ def _checkpoint(job: Job) -> Iterator[Problem]:
                 },
             ),
         )
+
+
+def _device(cluster: Cluster) -> Iterator[Problem]:
+    """Yields that the job names GPUs of another maker than the cluster's. To torch AMD's are cuda, too."""
+    wanted, name = cluster.device, cluster.accelerator.name
+    maker = maker_of(name) if name in ACCELERATORS else ""
+    if maker and wanted in DEVICE_WORDS and wanted not in (maker, DEVICE_TYPES[maker]):
+        yield "cluster.device", f"is {wanted}, but cluster.accelerator is {name}; nearest legal: {maker}"
 
 
 def _run(run: RunOptions) -> Iterator[Problem]:

@@ -22,7 +22,7 @@ from phalanx.cli.graph import run as plan_graph
 from phalanx.cli.verb import FROM, MOST_COLUMNS, Option, Words, flag_of, job_verb
 from phalanx.config import values
 from phalanx.config.job import Job, Optimizer
-from phalanx.cost.breakdown import document, duration, memory_lines, slow_format, subject, time_lines
+from phalanx.cost.breakdown import document, duration, memory_lines, not_covered, slow_format, subject, time_lines
 from phalanx.cost.frameworks import FRAMEWORKS, PHALANX, calibrated
 from phalanx.cost.job_spec import step_spec
 from phalanx.cost.money import Prices, amount, is_asked, run_cost, tokens_of
@@ -253,7 +253,7 @@ def as_json(spec: StepSpec, prediction: Prediction, traffic: dict[str, dict[str,
     sizes = {"parameters": count(spec.model), "active_parameters": count_active(spec.model)}
     if spec.model.lora.rank:
         sizes["trained_parameters"] = count_trained(spec.model)
-    notes = [*filter(None, [slow_format(spec)])]
+    notes = [*filter(None, [slow_format(spec), not_covered(spec.compared)])]
     return {**document(prediction), **sizes, "traffic_bytes": traffic, "advice": hints, "notes": notes}
 
 
@@ -276,6 +276,8 @@ def report(spec: StepSpec, prediction: Prediction, traffic: dict[str, dict[str, 
     ]
     if slow := slow_format(spec):
         lines.insert(2, f"precision: {slow}")
+    if left_out := not_covered(spec.compared):
+        lines.insert(2, f"completions: {left_out}")
     lines += ["", "bytes sent per step by rank 0:" if traffic else "bytes sent per step by rank 0: none"]
     for axis, collectives in traffic.items():
         for collective, sent in collectives.items():
@@ -285,8 +287,6 @@ def report(spec: StepSpec, prediction: Prediction, traffic: dict[str, dict[str, 
 
 MAP_POINTS = 300
 """Number of layouts in the map of the space."""
-MAX_DRAWN_PASSES = 120
-"""Passes per rank up to which a picture shows the whole step."""
 
 PLAN = job_verb(
     "plan",
@@ -427,13 +427,7 @@ def _timeline(best: Candidate) -> str:
     """Returns the picture of the best layout's step; of a long one its beginning and its end."""
     from phalanx.pictures import timeline as timeline_picture
 
-    timeline, about = simulate(best.spec), subject(best.spec, best.spec.layout.world)
-    passes = max(map(len, timeline.schedule.programs))
-    if passes <= MAX_DRAWN_PASSES:
-        return timeline_picture.svg(timeline, about=about)
-    part = timeline.seconds * MAX_DRAWN_PASSES / 2 / passes
-    windows = ((0, part), (timeline.seconds - part, None))
-    return "".join(timeline_picture.svg(timeline, *window, about) for window in windows)
+    return timeline_picture.ends_svg(simulate(best.spec), subject(best.spec, best.spec.layout.world))
 
 
 PROGRESS_PASSES = 50_000

@@ -7,6 +7,8 @@ the sequence length nor on packing.
 Rows of preferences, a chosen and a rejected answer, become two sequences with the loss on their last answer alone. They
 are neighbours wherever samples are numbered: sequence 2i is chosen, 2i + 1 rejected, in the shards, in the order of
 samples and in every micro-batch. Other forms of such rows are brought to pairs: KTO's labels, and ranked responses.
+
+Rows of prompts are stored as conversations whose last answer is the right one, of which nothing is trained.
 """
 
 from __future__ import annotations
@@ -31,6 +33,7 @@ from phalanx.data.rows import (
     Placed,
     Row,
     checked,
+    conversation_of,
     messages_of,
     plain,
     require_known,
@@ -39,6 +42,7 @@ from phalanx.data.rows import (
     trained,
     with_context,
 )
+from phalanx.data.tokenizer import Tokenizer
 from phalanx.errors import DataError
 
 
@@ -134,7 +138,7 @@ class ConversationData(ShardData):
                 answers[conversation] = np.count_nonzero(kept & ANSWER)
         else:
             answers[long] = 0
-        self._starts = starts
+        self._starts, self._lengths = starts, tokens
         self._counted = answers if self.answers_only else np.where(answers > 0, self._positions, 0)
         usable = np.flatnonzero(self._usable(answers))
         lengths = self._positions[usable]
@@ -350,6 +354,49 @@ def pair_of(record: dict[str, Any]) -> list[list[Message]]:
     if problems:
         raise ValueError("; ".join(problems))
     return pair
+
+
+def prompt_rows(files: Iterable[Path], data: Data) -> Iterator[Row]:
+    """Yields the rows of corpus prompts, one conversation each: `prompt`, a text or messages, or `messages`, then what
+    `answer` is as a text, JSON unless it is one."""
+    return rows_of(files, data, lambda record: (conversation_of(_answered(record)),), only_last=True)
+
+
+def _answered(record: dict[str, Any]) -> dict[str, Any]:
+    """Returns a row with the answer where rows of corpus chat have it. Raises ValueError without prompt or answer."""
+    asked = next((name for name in ("prompt", "messages") if record.get(name) is not None), "")
+    if missing := [*([] if asked else ["prompt"]), *(["answer"] if record.get("answer") is None else [])]:
+        raise ValueError(
+            f"no {' and no '.join(missing)}: expected prompt (a text or messages) and answer; data.columns names "
+            "others, such as [question:prompt]"
+        )
+    answer = record["answer"]
+    text = answer if isinstance(answer, str) else json.dumps(answer, ensure_ascii=False)
+    said = [*messages_of(record[asked], "user"), {"role": ANSWERS, "content": text}]
+    return {name: value for name, value in record.items() if name not in ("prompt", "answer")} | {"messages": said}
+
+
+class PromptData(ConversationData):
+    """The prompts of one split, with their answers."""
+
+    def prompt(self, sample: int) -> tuple[list[int], str]:
+        """Returns the tokens of a prompt, and its answer."""
+        conversation = int(self._items[sample])
+        stored = self.read(int(self._starts[conversation]), int(self._lengths[conversation]))
+        answer, tokens = (stored & ANSWER) > 0, token_ids(stored, self.index).astype(np.int64)
+        self._require_in_vocabulary(int(tokens.max()))
+        right = without_end(self.tokenizer, tokens[answer].tolist())
+        return tokens[: int(answer.argmax())].tolist(), self.tokenizer.decode(right)
+
+
+def ends_of(tokenizer: Tokenizer) -> tuple[int, ...]:
+    """Returns the tokens that end an answer: those of the tokenizer, or, of one without, what separates documents."""
+    return tokenizer.end_ids or tokenizer.separator[-1:]
+
+
+def without_end(tokenizer: Tokenizer, tokens: list[int]) -> list[int]:
+    """Returns the tokens of an answer without the last one if that ends it."""
+    return tokens[:-1] if tokens and tokens[-1] in ends_of(tokenizer) else tokens
 
 
 def _begins(conversation: list[Message], before: list[Any]) -> bool:

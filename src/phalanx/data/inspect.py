@@ -19,7 +19,7 @@ from phalanx.check.job import data_problems
 from phalanx.check.load import load_file
 from phalanx.config.corpora import PAIR, has_pairs
 from phalanx.config.job import Data
-from phalanx.data.conversations import ConversationData, PackingFacts, preference_rows
+from phalanx.data.conversations import ConversationData, PackingFacts, preference_rows, prompt_rows
 from phalanx.data.corpus import documents, text_files
 from phalanx.data.files import SPLITS, stderr_progress
 from phalanx.data.formats import IN_WORDS, compression_of, form_of, missing, pair_of, records
@@ -185,13 +185,16 @@ def inspected(file: Path, template: str = "chatml", job: Data | None = None) -> 
     pairs = ({"chosen", "rejected"}, {"completion", "label"}, {"responses"})
     if any(each <= names.keys() for each in pairs):
         corpus, read = "preferences", preference_rows
+    elif {"prompt", "answer"} <= names.keys():
+        corpus, read = "prompts", prompt_rows
     else:
         corpus, read = "chat", chat_rows
     is_text = "text" in names and not names.keys() & {"messages", "conversations", "prompt", "instruction"}
     if job.corpus == "text" if job else is_text and corpus == "chat":
         return found | _of_text(file, job)
-    if job and job.corpus in ("chat", "preferences"):
-        corpus, read = job.corpus, preference_rows if job.corpus == "preferences" else chat_rows
+    reads = {"chat": chat_rows, "preferences": preference_rows, "prompts": prompt_rows}
+    if job and job.corpus in reads:
+        corpus, read = job.corpus, reads[job.corpus]
     data = replace(job or Data(template=template), corpus=corpus, path=str(file))
     if problems := [f"{path}: {message}" for path, message in data_problems(data)]:
         raise JobError(problems)

@@ -393,6 +393,9 @@ class MicroBatch:
     reference: np.ndarray | None = None
     """(micro_batch,) float64: of preference pairs, the log-probability of each sequence's answer by the reference
     model; NaN for padding."""
+    policy: np.ndarray | None = None
+    """(micro_batch, seq_len, 4) float64, of sampled completions: each target's log-probability by the policy that
+    generated it and by the reference model, its sequence's advantage, and its weight in the mean over sequences."""
     conversations: np.ndarray | None = None
     """(micro_batch, seq_len) int64: the number of each position's conversation within its sample, from 0; -1 for
     padding; None if every sample is one without padding."""

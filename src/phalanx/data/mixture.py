@@ -17,9 +17,9 @@ from types import MappingProxyType
 
 import numpy as np
 
-from phalanx.config.corpora import MIX_ROUND, PAIR
+from phalanx.config.corpora import MIX_ROUND, PAIR, has_prompts
 from phalanx.config.job import Data, MixSource
-from phalanx.data.conversations import ConversationData, PreferenceData
+from phalanx.data.conversations import ConversationData, PreferenceData, PromptData
 from phalanx.data.index import read_index
 from phalanx.data.loader import MicroBatch, ShardData, TokenData
 from phalanx.data.megatron import MegatronData
@@ -152,8 +152,8 @@ class MixedData(ShardData):
             numbers,
             _joined([row.documents for row in rows]),
             _joined([row.reference for row in rows]),
-            _joined([row.conversations for row in rows]),
-            max(1, self.most_conversations),
+            conversations=_joined([row.conversations for row in rows]),
+            most_conversations=max(1, self.most_conversations),
         )
 
     def refer(self, values: np.ndarray) -> None:
@@ -189,6 +189,7 @@ def open_split(
         own = read_index(each)
         if own.row_size:
             kind = PreferenceData if own.row_size == PAIR else ConversationData
+            kind = PromptData if has_prompts(data) else kind
             found.append(kind(each, split, seq_len, data))
         else:
             text = MegatronData if own.elsewhere else TokenData

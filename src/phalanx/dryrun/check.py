@@ -32,7 +32,7 @@ class JobRehearsal:
     job: Job
     """The job as rehearsed: with fewer micro-batches where more change nothing in memory."""
     device: str
-    """The type of device: cpu or cuda."""
+    """torch's type of the device."""
     ranks: Sequence[RankRehearsal]
     predicted: Sequence[RankMemory]
     """Memory of the eager step, which is the rehearsed one, by pipeline rank."""

@@ -76,8 +76,8 @@ class LinkedTensors(Reader):
             precision: the type to which weights are converted: fp64, fp32, bf16 or fp16; empty keeps theirs.
             left_out: layers of the files that the model does not have.
         """
-        family, shapes = WEIGHTS[model_type], parameter_shapes(model)
         self._model, self._files, weights = model, files, files.manifest
+        family, shapes = WEIGHTS[model_type].stored_in(weights.tensors), parameter_shapes(model)
         self._to = torch_types()[precision] if precision else None
         self._links: list[WeightLink] = list(links(model, family))
         expected = {

@@ -40,7 +40,7 @@ from phalanx.errors import ExtensionError, JobError
 from phalanx.model.attention import CoreAttention, KeysAndValues
 from phalanx.model.cache import Cache
 from phalanx.model.documents import Conversations, Documents
-from phalanx.model.layers import Linear, Multiply, Run, make_norm, rotary_table, run, soft_cap, uncompiled
+from phalanx.model.layers import Linear, Multiply, Run, make_norm, query_growth, rotary_table, run, soft_cap, uncompiled
 from phalanx.model.moe import GroupedLinear, Routing
 from phalanx.model.seeding import Noise, dropout
 from phalanx.registry import Registry
@@ -193,10 +193,13 @@ class Transformer(nn.Module):
             for config in attention_models(self.config)
             for windowed in every
         }
+        growth = None
+        if self.config.query_growth.rate:
+            growth = query_growth(self.config, positions).to(torch.promote_types(x.dtype, torch.float32))
         for layer in layers:
             size, windowed = self.rotary_sizes[int(layer)], self.config.window_of(int(layer)) > 0
             turns = self.config.rotates(int(layer))
-            rotary = tables[size, windowed and len(every) > 1] if turns else None
+            rotary = tables[size, windowed and len(every) > 1] if turns else growth
             x = self.blocks[layer](x, rotary, noise, cache, documents, conversations, embedded)
         return x
 

@@ -12,7 +12,7 @@ from torch import nn
 from phalanx.blocks.parameters import weight_of
 from phalanx.comm.axis import Axis
 from phalanx.comm.calls import name_modules
-from phalanx.config.corpora import has_pairs
+from phalanx.config.corpora import has_pairs, has_prompts
 from phalanx.config.job import Job
 from phalanx.config.precision import FP8_UNITS
 from phalanx.cost.job_spec import rank_spec
@@ -34,7 +34,7 @@ from phalanx.parallel.linear import (
     use_scaled,
 )
 from phalanx.parallel.mesh import Mesh
-from phalanx.parallel.objective import Objective, PairLoss
+from phalanx.parallel.objective import Objective, PairLoss, PolicyLoss
 from phalanx.parallel.offload import Host, offload_activations, on_host
 from phalanx.parallel.pipeline import PipeDream, Pipeline, StashingPipeline
 from phalanx.parallel.recompute import recompute
@@ -73,7 +73,7 @@ def apply(model: Transformer, job: Job, mesh: Mesh, device: torch.device, host: 
     """
     parts = Construction(model, job, mesh, device, host or Host(device))
     parts.log("mesh: %s", mesh)
-    if parts.compiled or device.type == "cuda":  # optimizers have kernels that are compiled for it
+    if parts.compiled or device.type != "cpu":  # optimizers have kernels that are compiled for it
         keep_compiled()
     apply_pipeline(parts)
     apply_tensor_parallel(parts)
@@ -299,7 +299,7 @@ def apply_compile(parts: Construction) -> None:
     if wanted is True and (reason := missing(parts.device)):
         raise JobError(f"train.compile: {reason}; nearest legal: train.compile=auto, which leaves it off")
     if not parts.compiled:
-        if wanted == "auto" and parts.device.type == "cuda":
+        if wanted == "auto" and parts.device.type != "cpu":
             parts.log("compile: off, %s", refusal(parts.job) or missing(parts.device))
         return
     kinds = compile_blocks(model, exchanged=parts.job.layout.ep > 1)
@@ -309,10 +309,12 @@ def apply_compile(parts: Construction) -> None:
 def apply_loss(parts: Construction) -> Objective:
     """Adds the loss to the model: over a cut vocabulary if needed, and with `loss_chunk` for some tokens at a time."""
     tp, chunk = parts.mesh.axis("tp"), int(parts.job.layout.loss_chunk)
-    pairs = PairLoss(parts.job.train.dpo, parts.mesh.axis("cp")) if has_pairs(parts.job.data) else None
+    train, cp = parts.job.train, parts.mesh.axis("cp")
+    compared = PairLoss(train.dpo, cp) if has_pairs(parts.job.data) else None
+    compared = PolicyLoss(train.grpo, cp) if has_prompts(parts.job.data) else compared
     loss = CrossEntropy(tp, parts.vocab, parts.model.config.logit_softcap)
-    if pairs:
-        parts.log("loss: DPO, %s", pairs.options.line())
+    if compared:
+        parts.log("loss: %s, %s", "DPO" if isinstance(compared, PairLoss) else "GRPO", compared.options.line())
     if chunk:
         parts.log("loss: the logits of %d tokens at a time", chunk)
     if parts.compiled and not isinstance(parts.model.head, TiledHead):  # fused with its cast
@@ -321,7 +323,7 @@ def apply_loss(parts: Construction) -> Objective:
     mtp_weight = parts.job.train.mtp_weight
     if depths := parts.model.config.mtp:
         parts.log("loss: %s × the mean of %s", f"{mtp_weight:g}", counted(depths, "module") + " for further tokens")
-    return Objective(parts.model, loss, pairs, chunk, mtp_weight)
+    return Objective(parts.model, loss, compared, chunk, mtp_weight)
 
 
 def apply_data_parallel(parts: Construction, objective: Objective) -> Replica:

@@ -32,7 +32,7 @@ from torch import Tensor
 from phalanx.comm.axis import Axis, Pending
 from phalanx.parallel.data import Replica
 from phalanx.parallel.linear import DeferredWeightGrads, Product
-from phalanx.parallel.objective import Earlier, MicroTensors
+from phalanx.parallel.objective import Earlier, MicroTensors, PairLoss
 from phalanx.parallel.offload import SwappingRun
 from phalanx.parallel.stages import Stage, Stages
 from phalanx.schedule.generators import pipedream
@@ -336,14 +336,15 @@ class Execution:
 
     @property
     def _slices_pairs(self) -> bool:
-        return self.slices > 1 and self.replica.objective.pairs is not None
+        return self.slices > 1 and isinstance(self.replica.objective.compared, PairLoss)
 
     def _add_to_pairs(self, action: Action, micro: MicroTensors, losses: Tensor) -> None:
         """Adds a slice's losses. The last slice's backward pass is the first: by then the pairs' loss is known."""
-        assert self.replica.objective.pairs is not None, "asked before"
+        pairs = self.replica.objective.compared
+        assert isinstance(pairs, PairLoss), "asked before"
         whole = self.of_pairs.get(action.micro, 0) + losses
         if action.slice == self.slices - 1:
-            loss = self.replica.objective.pairs(whole.requires_grad_(), micro)
+            loss = pairs(whole.requires_grad_(), micro)
             self.loss += loss.detach()
             (whole,) = torch.autograd.grad(loss * self.factor, whole)
         self.of_pairs[action.micro] = whole

@@ -10,6 +10,7 @@ from typing import NamedTuple
 from phalanx.config.layout import Layout
 from phalanx.cost.prediction import Prediction, predict
 from phalanx.cost.spec import StepSpec
+from phalanx.notebook import ShownInNotebooks
 from phalanx.simulate.step import step_seconds
 
 
@@ -81,8 +82,10 @@ class SpacePoint(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Plan:
+class Plan(ShownInNotebooks):
     """The result of a search."""
+
+    page, height = "phalanx.pictures.plan_page:html", 900
 
     request: StepSpec
     """The model, cluster, batch and framework of the request; its layout has no meaning."""

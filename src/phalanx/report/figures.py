@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from phalanx.config.corpora import has_pairs
+from phalanx.config.corpora import compared_in
 from phalanx.config.job import Job
 from phalanx.cost.job_spec import on_known_cluster, rank_spec, step_spec
 from phalanx.cost.prediction import Prediction, predict
@@ -96,7 +96,7 @@ def rank_traffic(job: Job, spec: StepSpec, conversations: int = 1) -> dict[str, 
         fp8_scaling=train.fp8_scaling,
         stages=stages,
         optimizer=job.optimizer,
-        pairs=has_pairs(job.data),
+        compared=compared_in(job.data),
         conversations=conversations,
     )
 

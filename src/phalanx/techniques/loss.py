@@ -1,13 +1,17 @@
-"""The loss: preference pairs (DPO), and logits of some tokens at a time."""
+"""The loss: preference pairs (DPO), rewarded completions (GRPO), and logits of some tokens at a time."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
-from phalanx.config.corpora import PAIR, has_pairs
-from phalanx.config.job import DpoOptions, Job
+from phalanx.config.corpora import PAIR, has_pairs, has_prompts
+from phalanx.config.fields import get
+from phalanx.config.job import DpoOptions, GrpoOptions, Job
+from phalanx.facts import CodePlace
+from phalanx.nearest import did_you_mean
 from phalanx.partition import derived as batch
-from phalanx.partition.derived import flushes, stashes
+from phalanx.partition.derived import flushes, is_offloaded, stashes
 from phalanx.techniques.technique import Problem, Technique
 
 
@@ -56,6 +60,91 @@ def pair_batch_problems(job: Job) -> Iterator[Problem]:
         )
 
 
+REWARDS = ("exact", "number", "regex")
+"""The built-in rewards (generate/rewards.py)."""
+_REFUSED = {
+    "model.dropout": (0.0, "makes training differ from generation"),
+    "layout.sync": ("bsp", "replicas must train on completions of one policy"),
+    "layout.data_parallel": ("ddp", "threads cannot generate"),
+    "model.mtp": (0, "the loss of completions has no part for further tokens"),
+    "data.readers": (0, "each rank reads the prompts that it generates for"),
+    "layout.tiles": (1, "generation computes whole matrices"),
+    "layout.quantise_weights": ("none", "generation computes with the weights themselves"),
+}
+"""The values that fields must have, and why."""
+
+
+def policy_problems(job: Job) -> Iterator[Problem]:
+    """Yields what does not suit completions, and options of completions where there are none."""
+    options = job.train.grpo
+    if not has_prompts(job.data):
+        if changed := [name for name, value in vars(options).items() if value != getattr(GrpoOptions(), name)]:
+            yield (
+                f"train.grpo.{changed[0]}",
+                f"is for completions, corpus {job.data.corpus} has none; nearest legal: corpus=prompts",
+            )
+        return
+    yield from _reward_problems(options)
+    for path, (legal, why) in _REFUSED.items():
+        if (found := get(job, path)) != legal:
+            yield path, f"is {found}: {why} (GRPO); nearest legal: {path.rpartition('.')[2]}={legal}"
+    if job.train.precision == "fp8":
+        yield "train.precision", "generation does not multiply in 8 bits (GRPO); nearest legal: bf16"
+    if is_offloaded(job.layout, "parameters"):
+        yield "layout.offload", "generation needs the parameters on the device; nearest legal: offload=optimizer"
+    if job.layout.pp > 1 and (not flushes(job.layout) or stashes(job.layout)):
+        yield (
+            "layout.schedule",
+            f"{job.layout.schedule} has no one policy to generate with; nearest legal: schedule=1f1b",
+        )
+    for name in ("on_spike", "on_nan"):
+        if getattr(job.guard, name) == "rewind":
+            yield (
+                f"guard.{name}",
+                f"completions follow from the step, and come again (GRPO); nearest legal: {name}=stop",
+            )
+    for path in ("train.steps", "checkpoint.every"):
+        if rest := get(job, path) % options.updates:
+            yield (
+                path,
+                f"is {get(job, path)}, but checkpoints lie between batches of completions, each of train.grpo.updates "
+                f"{options.updates}; nearest legal: {get(job, path) + options.updates - rest}",
+            )
+
+
+def _reward_problems(options: GrpoOptions) -> Iterator[Problem]:
+    if options.reward not in REWARDS and not CodePlace.form.fullmatch(options.reward):
+        yield (
+            "train.grpo.reward",
+            f"no reward {options.reward!r}{did_you_mean(options.reward, REWARDS)} (known: {', '.join(REWARDS)}; your "
+            "own: MODULE:FUNCTION)",
+        )
+    if bool(options.pattern) != (options.reward == "regex"):
+        yield "train.grpo.pattern", "states what train.grpo.reward=regex looks for; give both, or neither"
+    try:
+        re.compile(options.pattern)
+    except re.error as error:
+        yield "train.grpo.pattern", f"{options.pattern!r} is no regular expression: {error}"
+    if options.clip_high and options.clip_high < options.clip:
+        yield "train.grpo.clip_high", f"is below clip {options.clip:g}; nearest legal: clip_high={options.clip:g}, or 0"
+
+
+def policy_batch_problems(job: Job) -> Iterator[Problem]:
+    """Yields why groups do not fill the batch of a whole layout."""
+    if not has_prompts(job.data):
+        return
+    try:
+        size = batch.solve(job.train.global_batch, job.layout).global_batch
+    except ValueError:
+        return  # reported with the layout
+    if rest := size % (group := job.train.grpo.group):
+        yield (
+            "train.global_batch",
+            f"is {size} completions, which is no multiple of train.grpo.group {group}; nearest legal: "
+            f"{size + group - rest}" + (f" or {size - rest}" if size > group else ""),
+        )
+
+
 PREFERENCE = Technique(
     "preference tuning of pairs (DPO)",
     "Rafailov et al. 2023",
@@ -63,6 +152,15 @@ PREFERENCE = Technique(
     fields=("train.dpo.beta", "train.dpo.label_smoothing"),
     problems=preference_problems,
     layout_problems=pair_batch_problems,
+)
+POLICY = Technique(
+    "group relative policy optimisation of completions (GRPO)",
+    "Shao et al. 2024 (DeepSeekMath), section 4.1",
+    is_on=lambda job: has_prompts(job.data),
+    fields=tuple(f"train.grpo.{name}" for name in vars(GrpoOptions())),
+    problems=policy_problems,
+    layout_problems=policy_batch_problems,
+    samples="phalanx.generate.rollouts:Rollouts",
 )
 LOSS_CHUNK = Technique(
     "logits of some tokens at a time",

@@ -131,8 +131,10 @@ def program_facts(device: torch.device) -> dict[str, Any]:
             "processor capability": torch.backends.cpu.get_cpu_capability(),
         }
     return facts | {
-        "accelerator": torch.cuda.get_device_name(device),
+        "accelerator": torch.get_device_module(device).get_device_name(device),
         "CUDA version": torch.version.cuda,
+        "ROCm version": torch.version.hip,
+        "XPU version": torch.version.xpu,
         "NCCL version": list(nccl.version()) if dist.is_nccl_available() else None,
         "cuDNN": [torch.backends.cudnn.version(), torch.backends.cudnn.benchmark, torch.backends.cudnn.allow_tf32],
         "rounding variables": {name: os.environ.get(name) for name in ROUNDING_VARIABLES},

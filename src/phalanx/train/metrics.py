@@ -7,7 +7,7 @@ import logging
 import math
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -123,23 +123,38 @@ def line(row: dict[str, float], memory: int) -> str:
     12.3GiB
 
     Of modules for further tokens, the mean of their losses stands after the loss; of preference pairs, margin and
-    accuracy of the rewards stand before `tps`; of conversations, the share of the positions that are padding, which no
-    figure counts.
+    accuracy of the rewards stand before `tps`, of completions what `rewards` shows; of conversations, the share of the
+    positions that are padding, which no figure counts.
     """
-    pairs, value = "", row["tflops"]
+    value = row["tflops"]
     tflops = f"{value:.0f}" if value >= 100 else f"{value:#.3g}".rstrip(".")  # 163, 1.23, 0.0519
-    if "reward_margin" in row:
-        pairs = f"margin: {row['reward_margin']:.3f}  accuracy: {row['reward_accuracy']:.1%}  "
     mtp = f"mtp_loss: {row['mtp_loss']:.4f}  " if "mtp_loss" in row else ""
     mfu = f"mfu: {row['mfu']:.1%}  " if "mfu" in row else ""
     padding = f"padding: {row['padding']:.1%}  " if "padding" in row else ""
     return (
         f"step: {row['step']:.0f}  loss: {row['loss']:.4f}  {mtp}grad_norm: {row['grad_norm']:.2f}  "
         f"lr: {row['lr']:.1e}  "
-        f"{pairs}{padding}"
+        f"{rewards(row)}{padding}"
         f"tps: {row['tps']:,.0f}  tps_total: {row['tps_total']:,.0f}  tflops: {tflops}  "
         f"{mfu}memory: {gib(memory)}"
     )
+
+
+def rewards(row: Mapping[str, float], split: str = "") -> str:
+    """Returns the part of a log line about rewards, from a step's or, with the prefix `split`, a validation's facts."""
+    shown = {
+        "reward_margin": "margin: {:.3f}",
+        "reward_accuracy": "accuracy: {:.1%}",
+        "reward": f"{split}reward: {{:.3f}}",
+        "reward_std": "std: {:.3f}",
+        "zero_variance": "zero_variance: {:.0%}",
+        "kl": "kl: {:.4f}",
+        "clip_fraction": "clip: {:.1%}",
+        "entropy": "entropy: {:.3f}",
+        "length": "length: {:.1f}",
+        "gap": "gap: {:.1e}",
+    }
+    return "".join(f"{text.format(row[split + name])}  " for name, text in shown.items() if split + name in row)
 
 
 class Recorder(Callback):
@@ -211,13 +226,16 @@ class Recorder(Callback):
     def validation(self, step: int, found: Validation, seconds: float) -> None:
         """Records a validation after step `step`. Its time is not training."""
         self.meter.pause(seconds)
-        pairs = found.pairs
-        facts: dict[str, Any] = {f"val_{name}": value for name, value in asdict(pairs).items()} if pairs else {}
+        facts: dict[str, Any] = (
+            {f"val_{name}": value for name, value in asdict(found.facts).items()} if found.facts else {}
+        )
+        rewarded = "val_reward" in facts  # there is no loss of completions beside their rewards
+        shown = ("" if rewarded else f"val_loss: {found.loss:.4f}  ") + rewards(facts, "val_")
         facts |= {"source_losses": found.sources} if found.sources else {}
-        self.rows.write("validation", step=step, val_loss=found.loss, **facts, seconds=seconds)
-        shown = f"margin: {pairs.reward_margin:.3f}  accuracy: {pairs.reward_accuracy:.1%}  " if pairs else ""
+        facts |= {} if rewarded else {"val_loss": found.loss}
+        self.rows.write("validation", step=step, **facts, seconds=seconds)
         shown += "".join(f"{path}: {loss:.4f}  " for path, loss in found.sources.items())
-        log.info("step: %d  val_loss: %.4f  %s(%s)", step, found.loss, shown, as_time(seconds))
+        log.info("step: %d  %s(%s)", step, shown, as_time(seconds))
 
     def guard(self, step: int, text: str, values: dict[str, Any]) -> None:
         """Records what the guard found in step `step`, and what it did."""

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from phalanx.blocks.parameters import parameter_shapes, trained_shapes
 from phalanx.comm.axis import Pending
-from phalanx.config.corpora import CORPORA, PAIR, has_answers, has_pairs
+from phalanx.config.corpora import CORPORA, PAIR, has_answers, has_pairs, has_prompts
 from phalanx.config.job import IGNORE, Job
 from phalanx.config.layout import Layout
 from phalanx.data.loader import MicroBatch
@@ -318,7 +318,8 @@ def drawn(job: Job, vocab_size: int, rows: int, mine: range, step: int) -> tuple
     number differs from row to row, and the last row has none. The first rows have one token alone. With
     `data.document_mask` every row is cut into documents at different places, and where only answers count, parts of
     every row do. Rows of conversations have padding behind the last target, and with `data.packing` several
-    conversations. Of preference pairs the answers are random, too, and it returns the number of pairs."""
+    conversations. Of preference pairs the answers are random, too, and it returns the number of pairs; of completions
+    everything that the loss compares, and it returns the number of rows."""
     seq_len, size = job.model.seq_len, batch.solve(job.train.global_batch, job.layout).micro_batch
     generator = np.random.default_rng(derive_seed(job.train.seed, "verify", step))
     tokens = generator.integers(vocab_size, size=(rows, seq_len + 1))
@@ -339,13 +340,20 @@ def drawn(job: Job, vocab_size: int, rows: int, mine: range, step: int) -> tuple
     # About what a model with small random weights gives, so that no pair is decided.
     reference = generator.normal(-valid.sum(axis=1) * math.log(vocab_size)) if has_pairs(job.data) else None
     counted = int(valid.sum()) if reference is None else rows // PAIR
+    policy = None
+    if has_prompts(job.data):  # ratios on both sides of where they are clipped
+        known = -math.log(vocab_size) + generator.normal(size=(rows, seq_len, 2)) / 4
+        each = np.stack((generator.normal(size=rows), 1 / np.maximum(valid.sum(axis=1), 1)), axis=1)
+        policy = np.concatenate((known, np.broadcast_to(each[:, None], (rows, seq_len, 2))), axis=2)
+        counted = rows
     batches = []
     for a in range(mine.start, mine.stop, size):
         part = slice(a, a + size)
         mask = None if documents is None else documents[part].copy()
         ids = step * rows + np.arange(a, a + size)
         known = None if reference is None else reference[part].copy()
-        micro = MicroBatch(tokens[part, :-1].copy(), targets[part].copy(), ids, mask, known)
+        of_policy = None if policy is None else policy[part].copy()
+        micro = MicroBatch(tokens[part, :-1].copy(), targets[part].copy(), ids, mask, known, of_policy)
         if conversations is not None:
             per_token = counted / int((conversations >= 0).sum())
             own = conversations[part].copy()

@@ -12,10 +12,18 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from phalanx import bounded
-from phalanx.config.hugging_face.families import FAMILIES, HARMLESS, NO_MTP, OWN_VALUES, REFUSED, ConfigFamily, by_type
-from phalanx.config.hugging_face.predicted import PREDICTED, TRAINED, WITH_DELTAS
-from phalanx.config.hugging_face.terms import ConfigReader, Fields, refuse_unknown, shown, value_of, written
-from phalanx.config.model import MLA, DeltaNet, Mamba, ModelConfig, MoE, RopeScaling, SparseAttention
+from phalanx.config.hugging_face.families import HARMLESS, NO_MTP, OWN_VALUES, REFUSED, ConfigFamily, by_type
+from phalanx.config.hugging_face.predicted import PREDICTED, TRAINED, TRAINED_FAMILIES
+from phalanx.config.hugging_face.terms import (
+    ConfigReader,
+    Fields,
+    refuse_unknown,
+    shown,
+    value_of,
+    window_rule,
+    written,
+)
+from phalanx.config.model import MLA, DeltaNet, Mamba, ModelConfig, MoE, QueryGrowth, RopeScaling, SparseAttention
 from phalanx.errors import JobError
 from phalanx.nearest import did_you_mean, nearest
 
@@ -115,7 +123,14 @@ _TRAINING_ONLY = (
 )
 READ: Mapping[str, ConfigFamily] = {**TRAINED, **by_type(PREDICTED)}
 """Every model type that is read, those that are predicted and not trained last."""
-_PARTS: dict[str, type[Any]] = {"moe": MoE, "mla": MLA, "sparse": SparseAttention, "delta": DeltaNet, "mamba": Mamba}
+_PARTS: dict[str, type[Any]] = {
+    "query_growth": QueryGrowth,
+    "moe": MoE,
+    "mla": MLA,
+    "sparse": SparseAttention,
+    "delta": DeltaNet,
+    "mamba": Mamba,
+}
 """The parts of a model with fields of their own."""
 _MOE_TRAINING_ONLY = ("aux_loss", "z_loss", "bias_rate", "capacity")
 
@@ -252,7 +267,7 @@ def write(model: ModelConfig, model_type: str = "") -> tuple[ConfigFamily, Field
     Raises JobError if no family does: it names the fields that the nearest one cannot express."""
     nearest: tuple[bool, list[str], str] | None = None
     main, modules = model.main, f"mtp {model.mtp} would be 0: it has no names for modules for further tokens"
-    for family in (TRAINED[model_type],) if model_type else (*FAMILIES, *WITH_DELTAS):
+    for family in (TRAINED[model_type],) if model_type else TRAINED_FAMILIES:
         values = {"architectures": [family.architecture], "model_type": family.model_type}
         values |= written(family.terms, main)
         refused = False
@@ -290,8 +305,9 @@ def plain(model: ModelConfig) -> ModelConfig:
     default, moe = ModelConfig(), model.moe
     if moe.n_experts:
         moe = replace(moe, d_ff=model.expert_ff_size, **{name: getattr(MoE(), name) for name in _MOE_TRAINING_ONLY})
-    only_experts = model.moe.n_experts > 0 and not moe.n_dense_layers
+    only_experts = model.moe.n_experts > 0 and not moe.n_dense_layers and "dense" not in model.feed_forward.split(",")
     windows = [model.window_of(layer) for layer in range(model.n_layers)]
+    every, pattern = window_rule([each > 0 for each in windows])
     rope = model.positions == "rope"
     mla = replace(model.mla, norm_eps=model.mla.norm_eps or model.norm_eps) if model.mla.kv_rank else MLA()
     return replace(
@@ -308,7 +324,13 @@ def plain(model: ModelConfig) -> ModelConfig:
         if isclose(model.attention_scale, model.head_size**-0.5, rel_tol=1e-12)
         else model.attention_scale,
         window=max(windows),
-        full_every=model.full_every if 0 < model.full_every <= model.n_layers and model.window else 0,
+        window_kind=model.window_kind if any(windows) else "sliding",
+        full_every=every,
+        window_pattern=pattern,
+        # With nope_every beyond the last layer no queries grow.
+        query_growth=model.query_growth
+        if model.query_growth.rate and model.nope_every <= model.n_layers
+        else QueryGrowth(),
         nope_every=model.nope_every if rope and 0 < model.nope_every <= model.n_layers else 0,
         window_rope_theta=model.window_rope_theta if model.window else 0.0,
         qkv_bias=model.bias or model.qkv_bias,
@@ -334,6 +356,7 @@ def _plain_scaling(scaling: RopeScaling) -> RopeScaling:
     used = {
         "linear": {"kind", "factor"},
         "llama3": {"kind", "factor", "low_freq_factor", "high_freq_factor", "original_seq_len"},
+        "longrope": {"kind", "factor", "original_seq_len", "magnitude", "short", "long"},
         "yarn": {"kind", "factor", "original_seq_len", "beta_fast", "beta_slow", "truncate", "magnitude"},
     }[scaling.kind]
     if scaling.factor == 1:
@@ -353,7 +376,9 @@ def _paths(value: Any, prefix: str = "") -> list[str]:
 def _family(values: Mapping[str, Any]) -> ConfigFamily:
     name = values.get("model_type")
     if isinstance(name, str) and name in READ:
-        return READ[name]
+        inner = values.get(READ[name].inside) if name == READ[name].inside_of else None
+        own = READ.get(str(inner.get("model_type"))) if isinstance(inner, dict) else None
+        return own if own and own.inside_of == name else READ[name]
     known = ", ".join(READ)
     if not isinstance(name, str):
         raise JobError(f"model_type is {'missing' if name is None else shown(name)} (supported: {known})")
