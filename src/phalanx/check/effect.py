@@ -44,7 +44,7 @@ _ROWS: Condition = (
     lambda job: CORPORA[job.data.corpus].rows is not None,
     "is for conversations: data.corpus=chat, preferences or prompts",
 )
-_OF_ROWS = ("template", "template_date", "loss_on", "packing", "too_long", "columns", "ignore_keys")
+_OF_ROWS = ("template", "template_date", "loss_on", "too_long", "columns", "ignore_keys")
 _PIPELINE = above("layout.pp", 1, "a pipeline: ", auto=True)
 _GATHERED: Condition = (
     lambda job: (job.layout.zero == 3 and job.layout.shard_ranks > 1) or job.layout.auto,
@@ -183,7 +183,7 @@ CONDITIONS: dict[str, Condition] = {
     "data.random_tokens": _RANDOM,
     "data.random_vocab": _RANDOM,
     "data.tokenizer": _TEXT,
-    **{f"data.{name}": _TEXT for name in ("workers", "limit_mb")},
+    **{f"data.{name}": _TEXT for name in ("workers", "limit_mb", "packing")},
     "data.skip_quota": is_one_of("data.on_corruption", "skip"),
     "train.eval_every": above("train.eval_samples"),
     "data.bpe_vocab": (

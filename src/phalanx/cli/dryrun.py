@@ -15,6 +15,7 @@ from phalanx.data.files import silent, stderr_progress
 from phalanx.data.settings import vocabulary_size
 from phalanx.echo import echo
 from phalanx.errors import DoesNotFitError, JobError
+from phalanx.partition.ramp import assumption
 from phalanx.units import gib, seconds
 
 if TYPE_CHECKING:
@@ -72,6 +73,8 @@ def run(words: Words) -> int:
         texts.append(f"completions: {left_out}")
     words.show(found.as_dict(), "\n\n".join(texts))
     files.tell()
+    if ramps := assumption(job):
+        echo(f"phalanx: {ramps}", file=sys.stderr, wrap=True)
     if not found.fits:
         echo(f"phalanx: {found.verdict}", file=sys.stderr, wrap=True)
     return 0 if found.fits else DoesNotFitError.exit_code

@@ -37,6 +37,7 @@ from phalanx.gc import gc_paused
 from phalanx.nearest import did_you_mean
 from phalanx.optimizers.catalogue import state_bytes_of
 from phalanx.partition.derived import PARAMETER_BYTES, slices_of, solve
+from phalanx.partition.ramp import assumption
 from phalanx.pictures import context as context_picture
 from phalanx.pictures import layout as layout_picture
 from phalanx.pictures import prediction as prediction_picture
@@ -92,6 +93,9 @@ def _show(
         if is_asked(job.cluster, tokens):
             cost = run_cost(job.cluster, costs[0], tokens_of(job, tokens), costs[1])
             document["run"], text = cost.as_dict(), f"{text}\n\n{cost.line()}"
+    if ramps := assumption(job):
+        document["ramps"] = ramps
+        echo(f"phalanx: {ramps}", file=sys.stderr, wrap=True)
     words.show(document, text)
     files.tell()
 

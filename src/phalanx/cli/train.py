@@ -25,6 +25,7 @@ from phalanx.echo import echo
 from phalanx.errors import JobError, PhalanxError
 from phalanx.launch.output import unblocked
 from phalanx.launch.ranks import LOG_DIR, SINGLE, Ranks
+from phalanx.partition.ramp import ramp_of
 from phalanx.train.learning_rate import end_of, resumed_end
 from phalanx.train.run_directory import AppendedFile, RunDirectory
 from phalanx.units import counted
@@ -148,7 +149,7 @@ def _start(words: Words) -> int:
         with stderr_progress() as progress:
             folder = prepare(job.data, progress=progress)
         train = open_split(folder, "train", job.model.seq_len, job.data)  # says before ranks start that it is too short
-        if problems := train.epoch_problems(job.train.steps * job.train.global_batch):
+        if problems := train.epoch_problems(ramp_of(job).samples(job.train.steps)):
             raise JobError(problems)
         if job.train.eval_samples:
             open_split(folder, "val", job.model.seq_len, job.data)

@@ -214,12 +214,6 @@ def _chat_problems(data: Data) -> Iterator[tuple[str, str]]:
                 "data.mix" if where else "data.columns",
                 f"{where}expected THEIRS:OURS, such as [question:prompt,answer:completion], found {pair!r}",
             )
-    if data.packing and not data.document_mask:
-        yield (
-            "data.packing",
-            "conversations that share a sample would attend to each other; nearest legal: document_mask=true, or "
-            "packing=false",
-        )
 
 
 def _prompt_problems(data: Data) -> Iterator[tuple[str, str]]:

@@ -112,8 +112,9 @@ class Data:
     loss_on: Literal["answers", "all"] = "answers"
     """Tokens of corpus chat that count in the loss: those of the answers, or all."""
     packing: bool = False
-    """Put several conversations of corpus chat into one sample, each whole and attending only to itself (needs
-    document_mask). Otherwise a sample is one conversation and padding."""
+    """Pack whole conversations of corpus chat, or documents of a text, into samples by best fit, each attending only to
+    itself (needs document_mask). Documents longer than a sample are cut. Otherwise a sample is one conversation and
+    padding, or the next model.seq_len tokens of a text."""
     too_long: Literal["truncate", "drop"] = "truncate"
     """What to do about a conversation of corpus chat that is longer than model.seq_len: keep its beginning, or leave it
     out."""
@@ -408,6 +409,12 @@ class RunOptions:
         return self.hang_s or self.timeout_s / 2
 
 
+_RAMP = Matches(
+    r"[1-9][0-9]{0,8}\*[1-9][0-9]{0,8}(\+[1-9][0-9]{0,8}\*[1-9][0-9]{0,8})*",
+    "numbers of steps with their sizes, such as 100*64+100*128",
+)
+
+
 @dataclass(frozen=True)
 class Train:
     """The training loop."""
@@ -416,6 +423,12 @@ class Train:
     """Optimizer steps."""
     global_batch: Annotated[int, Interval(0), Example("256")] = 0
     """Sequences per step over all ranks = micro-batch × accumulation × data ranks; 0: follows from the layout."""
+    batch_ramp: Annotated[str, _RAMP, Example("100*64+100*128")] = ""
+    """Smaller global batches at the beginning: 100 steps of 64 sequences, 100 of 128, then global_batch. Learning rates
+    and all numbers of steps count steps, also small ones; batch_scaling follows the batch."""
+    seq_ramp: Annotated[str, _RAMP, Example("100*512+200*1024")] = ""
+    """Shorter sequences at the beginning: 100 steps with sequences of 512 tokens, 200 of 1024, then model.seq_len. Each
+    sample is cut into equal parts, so that a step has as many tokens."""
     precision: Precision = "fp32"
     """Precision of parameters, activations and gradients; bf16 and fp16 keep fp32 master weights. fp8: bf16, with the
     matrix products of blocks in 8 bits."""
@@ -425,7 +438,7 @@ class Train:
     """Precision in which gradients are summed over ranks (and, in flat buckets, over micro-batches): that of training,
     or fp32 for twice the memory and traffic of bf16."""
     seed: Annotated[int, Interval(0)] = 1337
-    """The one seed: weights, order of samples and dropout derive from it by hashing."""
+    """The one seed: weights, order of samples, dropout and noise derive from it by hashing."""
     compile: bool | Literal["auto"] = "auto"
     """Compile blocks (once per kind), embedding, final norm and loss with torch.compile; it saves no logits in fp32.
     auto does on GPUs, where torch can."""
@@ -435,6 +448,12 @@ class Train:
     """Ask torch for deterministic kernels only (a CPU run is deterministic anyway)."""
     log_every: Annotated[int, Interval(1)] = 10
     """Steps between log lines; every step goes to metrics.jsonl."""
+    label_smoothing: Annotated[float, Interval(0), Interval(below=1), Example("0.1")] = 0.0
+    """Share of each target that is spread evenly over the vocabulary, in the loss of training; that of validation is
+    without."""
+    neftune_alpha: Annotated[float, Interval(0), Example("5")] = 0.0
+    """Add uniform noise of up to alpha / sqrt(seq_len × d_model) to the embeddings in training (NEFTune; 5 to 15 are
+    usual in fine-tuning); 0: none."""
     eval_every: Annotated[int, Interval(0), Example("100")] = 0
     """Steps between validations; 0: only at the end."""
     eval_samples: Annotated[int, Interval(0)] = 256

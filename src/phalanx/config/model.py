@@ -307,6 +307,9 @@ class ModelConfig(Hashed):
     """Divides the logits of the head, before their soft cap (Granite 3)."""
     tied: bool = True
     """The head shares the embedding's weights."""
+    reward: bool = False
+    """The head gives one number for a sequence, at its last token, instead of logits: a reward model, which corpus
+    preferences trains (docs/guides/preference-tuning.md)."""
     dropout: Annotated[float, Interval(0), Interval(below=1)] = 0.0
     """Drop probability after the embedding, in attention and on each residual branch while training."""
     norm_eps: Annotated[float, Interval(above=0), Example("1e-6")] = 1e-5

@@ -244,6 +244,8 @@ def write_import(incoming: Incoming, target: Path, notes: list[str], progress: P
     notes = [*notes, *_about_tokenizer(incoming)]
     precision = _most_common(incoming.tensors)
     data = Data(tokenizer=str(target / TOKENIZER)) if tokenizer else Data()
+    if model.reward:  # a job with one has pairs, which are not known here
+        data = replace(data, corpus="preferences", path="pairs.jsonl", document_mask=False)
     job = Job(model=model, data=data, train=Train(precision=precision))
     total = sum(tensor.nbytes for tensor in incoming.tensors.values())
     manifest = Manifest(incoming.source.parent, 0, True, _meta(job, incoming), {}, {})

@@ -262,6 +262,8 @@ def links(model: ModelConfig, family: WeightFamily) -> Iterator[WeightLink]:
                 for each in match.theirs
                 for expert in range(model.moe.n_experts if "*" in each else 1)
             )
+            if name == "head.weight" and model.reward:
+                theirs = ("score.weight",)
             yield WeightLink(ours, tuple(theirs), match.conversion)
     if missing:
         rest = f" and {len(missing) - 3:,} more" if len(missing) > 3 else ""

@@ -28,9 +28,10 @@ from torch.distributed.tensor import DTensor
 from phalanx.comm.agree import on_every_rank, on_rank_zero
 from phalanx.comm.axis import Axis
 from phalanx.config.job import IGNORE
-from phalanx.data.conversations import PADDING, PromptData, ends_of, without_end
+from phalanx.data.conversations import PromptData, ends_of, without_end
 from phalanx.data.files import write_atomic
 from phalanx.data.loader import MicroBatch, ShardData
+from phalanx.data.packing import PADDING
 from phalanx.errors import JobError, RunError
 from phalanx.generate.decoder import Decoder
 from phalanx.generate.engine import Engine, GenerationRequest, draw
@@ -294,15 +295,15 @@ class Rollouts:
         stepper, mesh = self.stepper, self.mesh
         rows, seq_len = self.batch.global_batch, self.job.model.seq_len
         table = torch.zeros(rows, seq_len, dtype=torch.float64, device=stepper.device)
-        places = stepper.places_of_whole
         for micro in micros:
             heartbeat.beat()
             self.policy.log_probabilities = None
-            stepper.replica.loss(stepper.tensors(micro, 0, validates=True))
+            tensors = stepper.tensors(micro, 0, validates=True)
+            stepper.replica.loss(tensors)
             if mesh.owns_loss and self.policy.log_probabilities is not None:
                 first = int(micro.sample_ids[0]) % rows
                 here = table[first : first + len(micro.tokens)]
-                here[:, slice(None) if places is None else places] = self.policy.log_probabilities
+                here[:, slice(None) if tensors.places is None else tensors.places] = self.policy.log_probabilities
         mesh.axis("world").all_reduce(table).wait()
         return table
 

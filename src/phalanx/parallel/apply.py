@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 from torch import nn
@@ -40,7 +41,7 @@ from phalanx.parallel.pipeline import PipeDream, Pipeline, StashingPipeline
 from phalanx.parallel.recompute import recompute
 from phalanx.parallel.stages import Stages
 from phalanx.parallel.tiling import project_tiles, tile
-from phalanx.parallel.vocabulary import CrossEntropy, HeadTile, TiledHead
+from phalanx.parallel.vocabulary import CrossEntropy, HeadTile, ScoreLoss, TiledHead
 from phalanx.parallel.zero import BucketReplica
 from phalanx.partition import derived as batch
 from phalanx.partition.cut import describe, layer_costs, stages_of
@@ -125,6 +126,12 @@ class Construction:
         self.compiled = compiles(self.job, self.device.type) and not missing(self.device)
         if self.job.layout.loss_chunk == "auto" or not isinstance(self.job.layout.recompute, str):
             self.job = replace(self.job, layout=rank_spec(self.job, self.vocab, self.device.type).layout)
+
+    @property
+    def loss(self) -> CrossEntropy:
+        """The cross-entropy of the job, without its logits' product."""
+        cap, smoothing = self.model.config.logit_softcap, self.job.train.label_smoothing
+        return CrossEntropy(self.mesh.axis("tp"), self.vocab, cap, smoothing)
 
     def log(self, line: str, *values: object) -> None:
         """Logs a line once for all ranks."""
@@ -227,7 +234,7 @@ def apply_tiling(parts: Construction) -> None:
     layout = parts.job.layout
     if layout.tiles == 1:
         return
-    parts.tensor_slices, parts.plain_names = tile(parts.model, parts.tensor_slices, layout, parts.mesh.axis("tp"))
+    parts.tensor_slices, parts.plain_names = tile(parts.model, parts.tensor_slices, layout, parts.loss)
     parts.deferring -= project_tiles(parts.model)
     # A tile of the head has no logits whose gradient could wait.
     parts.deferring |= {module for module in parts.model.modules() if isinstance(module, HeadTile)}
@@ -308,13 +315,17 @@ def apply_compile(parts: Construction) -> None:
 
 def apply_loss(parts: Construction) -> Objective:
     """Adds the loss to the model: over a cut vocabulary if needed, and with `loss_chunk` for some tokens at a time."""
-    tp, chunk = parts.mesh.axis("tp"), int(parts.job.layout.loss_chunk)
-    train, cp = parts.job.train, parts.mesh.axis("cp")
+    chunk, train, cp = int(parts.job.layout.loss_chunk), parts.job.train, parts.mesh.axis("cp")
+    if parts.job.model.reward:
+        parts.log("loss: rewards of pairs (Bradley-Terry)")
+        return Objective(parts.model, ScoreLoss(parts.mesh.axis("tp")), PairLoss(replace(train.dpo, beta=1.0), cp))
     compared = PairLoss(train.dpo, cp) if has_pairs(parts.job.data) else None
     compared = PolicyLoss(train.grpo, cp) if has_prompts(parts.job.data) else compared
-    loss = CrossEntropy(tp, parts.vocab, parts.model.config.logit_softcap)
     if compared:
         parts.log("loss: %s, %s", "DPO" if isinstance(compared, PairLoss) else "GRPO", compared.options.line())
+    loss = parts.loss
+    if loss.smoothing:
+        parts.log("loss: label smoothing %g, in training", loss.smoothing)
     if chunk:
         parts.log("loss: the logits of %d tokens at a time", chunk)
     if parts.compiled and not isinstance(parts.model.head, TiledHead):  # fused with its cast
@@ -377,6 +388,7 @@ def run_by_schedule(parts: Construction, replica: Replica) -> None:
     kind = kind if parts.stages.schedule.steps == 1 else PipeDream
     deferred = parts.deferred or DeferredWeightGrads()
     replica.runner = kind(replica, parts.stages, parts.p2p_groups, deferred, token_parts, parts.device)
+    replica.runner.schedules = partial(schedule_of, parts.job.layout)
 
 
 def initialise(replica: Replica, job: Job) -> None:

@@ -23,7 +23,7 @@ from phalanx.model.documents import Conversations, Documents
 from phalanx.model.seeding import Noise
 from phalanx.model.transformer import Transformer
 from phalanx.parallel.stages import Stage
-from phalanx.parallel.vocabulary import ChunkedLoss, CrossEntropy, TiledHead, recomputed_loss
+from phalanx.parallel.vocabulary import ChunkedLoss, CrossEntropy, ScoreLoss, TiledHead, recomputed_loss
 
 
 class FurtherTokens(NamedTuple):
@@ -59,7 +59,7 @@ class MicroTensors:
     targets: Tensor
     """(micro_batch, seq), int64, IGNORE where a position does not count."""
     noise: Noise | None = None
-    """The source of dropout masks; None without dropout."""
+    """The source of dropout masks and of noise on embeddings; None without both."""
     places: Tensor | None = None
     """Positions, within their sequences, of the tokens here, (seq,); None if all are here."""
     documents: Documents | None = None
@@ -189,7 +189,9 @@ class PairFacts:
 
 
 class PairLoss:
-    """The loss of pairs. Rows 2i and 2i + 1 of a micro-batch are the chosen and the rejected sequence of a pair."""
+    """The loss of pairs. Rows 2i and 2i + 1 of a micro-batch are the chosen and the rejected sequence of a pair. Of a
+    reward model (Bradley and Terry 1952; Ouyang et al. 2022, equation 1) it is DPO's with a beta of 1, the scores in
+    place of the log-probabilities, and a reference of 0."""
 
     def __init__(self, options: DpoOptions, cp: Axis):
         self.options, self.cp = options, cp
@@ -308,7 +310,7 @@ class Objective(nn.Module):
     def __init__(
         self,
         model: Transformer,
-        loss: CrossEntropy,
+        loss: CrossEntropy | ScoreLoss,
         compared: PairLoss | PolicyLoss | None = None,
         chunk: int = 0,
         mtp_weight: float = 0.0,
@@ -318,7 +320,8 @@ class Objective(nn.Module):
         super().__init__()
         self.model, self.loss, self.compared, self.mtp_weight = model, loss, compared, mtp_weight
         # Losses that wait together for their backward pass have the same factor.
-        self.chunked, self.chunked_further = (ChunkedLoss(loss, chunk) if chunk else None for _ in range(2))
+        pair = (ChunkedLoss(loss, chunk) if isinstance(loss, CrossEntropy) and chunk else None for _ in range(2))
+        self.chunked, self.chunked_further = pair
         self._further: list[Tensor] = []
         """The losses of the modules for further tokens since they were taken, each the mean over depths."""
 
@@ -387,7 +390,7 @@ class Objective(nn.Module):
         if self.compared is None or not (weight.requires_grad and torch.is_grad_enabled()):
             return chunked(x, head.multiply, weight, targets, shared=shared)
         # What scales the gradients of tokens is known only at the end: of all of a pair's, or of one's own.
-        return recomputed_loss(x, head.multiply, weight, targets, self.loss, chunked.chunk)
+        return recomputed_loss(x, head.multiply, weight, targets, chunked.loss, chunked.chunk)
 
     def counted(self, micro: MicroTensors) -> Tensor:
         """Returns what the mean loss is divided by, of a micro-batch and in fp64: its valid tokens here, or its pairs'

@@ -14,6 +14,7 @@ from phalanx.cost.spec import StepSpec
 from phalanx.cost.traffic import step_traffic
 from phalanx.data.settings import vocabulary_size
 from phalanx.errors import PhalanxError
+from phalanx.partition.ramp import ramp_of
 from phalanx.report.run import RunRecord, history, middle, number, numbers_of, traffic_of
 from phalanx.simulate.step import simulate
 from phalanx.simulate.timeline import Timeline
@@ -145,7 +146,7 @@ def figures(record: RunRecord) -> dict[str, Any]:
     if record.loaded:
         job, padding = record.loaded.job, metrics.values("padding")
         share = 1 - sum(padding) / len(padding) if padding else 1
-        tokens = metrics.last_step * job.train.global_batch * job.model.seq_len * share
+        tokens = ramp_of(job).samples(metrics.last_step) * job.model.seq_len * share
     return {
         "step": metrics.last_step,
         "steps": record.total,

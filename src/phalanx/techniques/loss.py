@@ -1,4 +1,5 @@
-"""The loss: preference pairs (DPO), rewarded completions (GRPO), and logits of some tokens at a time."""
+"""The loss: preference pairs (DPO, rewards), rewarded completions (GRPO), label smoothing, noise on embeddings, and
+logits of some tokens at a time."""
 
 from __future__ import annotations
 
@@ -18,17 +19,17 @@ from phalanx.techniques.technique import Problem, Technique
 def preference_problems(job: Job) -> Iterator[Problem]:
     """Yields what does not suit pairs, and options of pairs where there are none."""
     if not has_pairs(job.data):
-        if job.train.dpo.label_smoothing:
-            yield (
-                "data.corpus",
-                "label smoothing is that of preference tuning (nearest legal: corpus=preferences), that of the "
-                "cross-entropy is not implemented",
-            )
-        elif job.train.dpo != DpoOptions():
+        if job.train.dpo != DpoOptions():
             changed = next(name for name, value in vars(job.train.dpo).items() if value != getattr(DpoOptions(), name))
             where = f"train.dpo.{changed}"
-            yield where, f"is for pairs, corpus {job.data.corpus} has none; nearest legal: corpus=preferences"
+            of_tokens = ", or train.label_smoothing" if changed == "label_smoothing" else ""
+            why = f"is for pairs, corpus {job.data.corpus} has none; nearest legal: corpus=preferences{of_tokens}"
+            yield where, why
         return
+    if job.model.reward and job.train.dpo.beta != DpoOptions().beta:
+        yield "train.dpo.beta", "ties to a reference, which a reward model does not have; leave it out"
+    if job.train.label_smoothing:
+        yield "train.label_smoothing", "is for tokens, this job's loss is of pairs: set train.dpo.label_smoothing"
     if modules := job.model.mtp:
         yield (
             "model.mtp",
@@ -60,6 +61,33 @@ def pair_batch_problems(job: Job) -> Iterator[Problem]:
         )
 
 
+def reward_problems(job: Job) -> Iterator[Problem]:
+    """Yields what a reward model cannot be combined with."""
+    model = job.model
+    if not model.reward:
+        return
+    if not has_pairs(job.data):
+        yield "data.corpus", f"{job.data.corpus} has no pairs, of which model.reward learns; nearest legal: preferences"
+    if model.tied:
+        yield "model.tied", "a reward model has a head of its own; nearest legal: tied=false"
+    if job.layout.loss_chunk:
+        yield "layout.loss_chunk", "a reward model has no logits to save; nearest legal: loss_chunk=0"
+    if model.lora.rank:
+        yield "model.lora.rank", "adapters leave the head of the reward as it begins; nearest legal: rank=0"
+    if model.mtp:
+        yield "model.mtp", "a reward model predicts no tokens; nearest legal: mtp=0"
+    if model.logit_softcap or model.logit_divisor != 1:
+        path = "model.logit_softcap" if model.logit_softcap else "model.logit_divisor"
+        yield path, f"is of logits, a reward model has none; nearest legal: {'0' if model.logit_softcap else '1'}"
+
+
+REWARD = Technique(
+    "reward models of pairs",
+    "Ouyang et al. 2022, section 3.5",
+    is_on=lambda job: job.model.reward,
+    fields=("model.reward",),
+    problems=reward_problems,
+)
 REWARDS = ("exact", "number", "regex")
 """The built-in rewards (generate/rewards.py)."""
 _REFUSED = {
@@ -67,6 +95,11 @@ _REFUSED = {
     "layout.sync": ("bsp", "replicas must train on completions of one policy"),
     "layout.data_parallel": ("ddp", "threads cannot generate"),
     "model.mtp": (0, "the loss of completions has no part for further tokens"),
+    "model.reward": (False, "a reward model generates nothing"),
+    "train.label_smoothing": (0.0, "the loss of completions has no labels"),
+    "train.neftune_alpha": (0.0, "makes training differ from generation"),
+    "train.batch_ramp": ("", "every batch of completions has the same size"),
+    "train.seq_ramp": ("", "completions are sequences of their own"),
     "data.readers": (0, "each rank reads the prompts that it generates for"),
     "layout.tiles": (1, "generation computes whole matrices"),
     "layout.quantise_weights": ("none", "generation computes with the weights themselves"),
@@ -161,6 +194,18 @@ POLICY = Technique(
     problems=policy_problems,
     layout_problems=policy_batch_problems,
     samples="phalanx.generate.rollouts:Rollouts",
+)
+SMOOTHING = Technique(
+    "label smoothing",
+    "Szegedy et al. 2016, section 7",
+    is_on=lambda job: job.train.label_smoothing > 0,
+    fields=("train.label_smoothing",),
+)
+NOISE = Technique(
+    "noise on embeddings (NEFTune)",
+    "Jain et al. 2023, section 3",
+    is_on=lambda job: job.train.neftune_alpha > 0,
+    fields=("train.neftune_alpha",),
 )
 LOSS_CHUNK = Technique(
     "logits of some tokens at a time",

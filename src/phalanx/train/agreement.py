@@ -29,6 +29,7 @@ from phalanx.data.prepare import prepare
 from phalanx.data.tokenizer import Tokenizer
 from phalanx.errors import DataError, JobError, RunError
 from phalanx.launch.ranks import Ranks
+from phalanx.partition.ramp import ramp_of
 from phalanx.train.run_directory import RunDirectory, extension_facts, job_facts, source_digest
 
 log = logging.getLogger(__name__)
@@ -300,9 +301,9 @@ def open_data(job: Job, directory: RunDirectory, ranks: Ranks) -> tuple[ShardDat
 
     def opened(split: str) -> ShardData:
         of_split = {folder: samples.get(split, ()) for folder, samples in damaged.items()}
-        return open_split(shards, split, job.model.seq_len, job.data, of_split)
+        return open_split(shards, split, job.model.seq_len, job.data, of_split, scored=job.model.reward)
 
     train = opened("train")
-    if problems := train.epoch_problems(job.train.steps * job.train.global_batch):
+    if problems := train.epoch_problems(ramp_of(job).samples(job.train.steps)):
         raise JobError(problems)
     return train, opened("val") if job.train.eval_samples else None

@@ -166,7 +166,7 @@ def refer(
 
     Raises StoppedError if a request to stop comes while they are computed, RunError if they cannot be written."""
     job = stepper.job
-    if not has_pairs(job.data):
+    if not has_pairs(job.data) or job.model.reward:
         return False
     pairs = [data for data in splits if data is not None]
     identity = {"data": fingerprint, "seed": job.train.seed, "model": repr(job.model)}

@@ -17,7 +17,7 @@ from phalanx.launch.ranks import Ranks
 from phalanx.launch.watchdog import heartbeat
 from phalanx.launch.watchdog.heartbeat import Phase
 from phalanx.parallel import mesh as meshes
-from phalanx.partition import derived as batch_equation
+from phalanx.partition.ramp import ramp_of
 from phalanx.techniques.catalogue import TECHNIQUES, techniques_of
 from phalanx.train import device as devices
 from phalanx.train import learning_rate, start
@@ -46,13 +46,13 @@ class Trainer:
         self.job, self.ranks, self.device, self.stop = job, ranks, device, stop
         agree_on_job(job, device)
         self.directory = RunDirectory.of(job)
-        self.batch = batch_equation.solve(job.train.global_batch, job.layout)
+        self.ramp = ramp_of(job)
         self.mesh = meshes.build(job.layout, device.type)
         self.train_data, self.val_data = open_data(job, self.directory, ranks)
         index = self.train_data.index
         on_rank_zero(lambda: start.keep_tokenizer(job, self.train_data, self.directory))
         vocab_size = on_rank_zero(lambda: start.vocabulary_of(job, self.directory, index.vocab_size))
-        start.log_start(job, device, self.batch, self.train_data, vocab_size)
+        start.log_start(job, device, self.ramp.phases[-1].batch, self.train_data, vocab_size)
         self.stepper = Stepper(job, self.mesh, device, vocab_size)
         self.state = TrainState(self.stepper, index.fingerprint, vocab_size)
         self.milestones = Milestones.of(job)
@@ -90,7 +90,7 @@ class Trainer:
                 ExpertLoads(self.stepper, recorder, self.directory),
                 Validator(state, self.val_data, self.milestones, self.stop, recorder.validation, validates),
                 Checkpoints(self.saving, self.milestones, self.save_timer, recorder, guard),
-                NotFiniteAdvice(state, self.batch.global_batch, self.directory.checkpoints),
+                NotFiniteAdvice(state, self.ramp, self.directory.checkpoints),
                 self.profile,
                 telemetry,
             ]
@@ -127,7 +127,7 @@ class Trainer:
             requests = partial(rollouts.requests, self.requests, lambda: state.step)
             record = partial(rollouts.record, recorder.step)
         with (rollouts.feed if rollouts else Feed)(
-            *(self.job, self.train_data, self.batch, self.mesh, recorder.meter),
+            *(self.job, self.train_data, self.ramp, self.mesh, recorder.meter),
             first_step=state.step,
             first_sample=state.samples,
             readers=self.readers,
@@ -148,7 +148,7 @@ class Trainer:
             for callback in callbacks:
                 steps = callback.around(steps, state.step)
             for number, step in steps:
-                state.advance(number, self.batch.global_batch)
+                state.advance(number, self.ramp)
                 heartbeat.steps_done(number)
                 done = Done(number, step, last=number == last, stops=step.requests.stop)
                 for callback in callbacks:
@@ -163,7 +163,8 @@ class Trainer:
         return Requests(stop=self.stop.requested, save=self.save_timer.due)
 
     def _lr(self, step: int) -> float:
-        return learning_rate.at_step(step, self.job.optimizer, self.state.schedule_end.step, self.batch.global_batch)
+        size = self.ramp.at(step).batch.global_batch
+        return learning_rate.at_step(step, self.job.optimizer, self.state.schedule_end.step, size)
 
     def _rewind(self, rewind: Rewind) -> None:
         """Goes back to the newest checkpoint, or without one to the beginning."""
@@ -193,7 +194,7 @@ class Trainer:
 
     def _recorder(self) -> Recorder:
         """Returns the rank's recorder: it writes metrics.jsonl on rank 0, nothing on the others."""
-        meter = Meter.of(self.job, self.batch.global_batch, self.state.vocab_size, self.peak.flops)
+        meter = Meter.of(self.job, self.state.vocab_size, self.peak.flops)
         path = self.directory.metrics if self.ranks.rank == 0 else None
         return Recorder(path, meter, self.milestones, self.stepper, self._source_tokens)
 
@@ -202,7 +203,7 @@ class Trainer:
 
     def _source_tokens(self, step: int) -> dict[str, int]:
         """Returns the tokens of each source of a mixture that `step` steps have trained on."""
-        later = (step - self.state.step) * self.batch.global_batch
+        later = self.ramp.samples(step) - self.ramp.samples(self.state.step)
         return self.train_data.source_tokens(self.state.samples + later, self.job.train.seed)
 
     def _record_start(self, recorder: Recorder) -> None:

@@ -8,7 +8,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -25,6 +25,7 @@ from phalanx.echo import shortened
 from phalanx.errors import DataError
 from phalanx.launch.ranks import RESTARTED
 from phalanx.launch.watchdog import heartbeat
+from phalanx.partition.ramp import RampPhase, ramp_of
 from phalanx.pictures import experts as experts_picture
 from phalanx.train import device as devices
 from phalanx.train.callbacks import Callback, Done
@@ -52,43 +53,52 @@ class Meter:
     waited: float = 0.0
     """Seconds of this step spent waiting for data."""
     began: float = field(default_factory=time.perf_counter)
-    unshown: list[tuple[float, float]] = field(default_factory=list)
-    """Seconds of each step since the last line, and the share of its positions that are tokens."""
+    unshown: list[tuple[float, ...]] = field(default_factory=list)
+    """Seconds, positions, tokens and FLOPs of each step since the last line."""
     tokens_of: Callable[[int], int] | None = None
     """Returns the tokens of a step, counted from 1; None if there is no padding."""
+    size_of: Callable[[int], tuple[float, float]] | None = None
+    """Returns the positions and FLOPs of a step, counted from 1; None if they are those of every step."""
 
     @classmethod
-    def of(cls, job: Job, samples: int, vocab_size: int, peak_flops: float) -> Meter:
-        """Returns the meter of a job's steps, each of `samples` samples."""
-        devices = job.layout.processes  # replicas of data_parallel=threads share one, and its peak
-        flops = train_flops_per_step(job.model, samples, vocab_size) / devices
-        return cls(samples * job.model.seq_len, flops, peak_flops, devices)
+    def of(cls, job: Job, vocab_size: int, peak_flops: float) -> Meter:
+        """Returns the meter of a job's steps."""
+        devices, ramp = job.layout.processes, ramp_of(job)  # replicas of data_parallel=threads share one, and its peak
+        sizes = dict[RampPhase, tuple[int, float]]()
+        for phase in ramp.phases:
+            samples, seq_len = phase.batch.global_batch, job.model.seq_len
+            model = replace(job.model, seq_len=seq_len // phase.parts)
+            flops = train_flops_per_step(model, samples * phase.parts, vocab_size) / devices
+            sizes[phase] = samples * seq_len, flops
+        size_of = (lambda step: sizes[ramp.at(step - 1)]) if len(sizes) > 1 else None
+        return cls(*sizes[ramp.phases[-1]], peak_flops, devices, size_of=size_of)
 
     def step(self, number: int) -> dict[str, float]:
         """Ends step `number`: returns its time and throughput."""
         now = time.perf_counter()
         seconds, waited = now - self.began, self.waited
         self.began, self.waited = now, 0.0
-        share = 1.0 if self.tokens_of is None else self.tokens_of(number) / self.positions_per_step
-        self.unshown.append((seconds, share))
-        return {"step_time_s": seconds, "data_wait_s": waited, **self._throughput(seconds, share)}
+        positions, flops = self.size_of(number) if self.size_of else (self.positions_per_step, self.flops_per_step)
+        tokens = positions if self.tokens_of is None else self.tokens_of(number)
+        self.unshown.append((seconds, positions, tokens, flops * tokens / positions))
+        return {"step_time_s": seconds, "data_wait_s": waited, **self._throughput(*self.unshown[-1])}
 
     def since_shown(self) -> dict[str, float]:
         """Returns the throughput over the steps since the last call, for a line that covers all of them."""
-        seconds, shares = (sum(values) / len(self.unshown) for values in zip(*self.unshown, strict=True))
+        sums = [sum(values) for values in zip(*self.unshown, strict=True)]
         self.unshown.clear()
-        return self._throughput(seconds, shares)
+        return self._throughput(*sums)
 
     def pause(self, seconds: float) -> None:
         """Excludes time that was not training (a validation, a checkpoint)."""
         self.began += seconds
 
-    def _throughput(self, seconds: float, share: float) -> dict[str, float]:
-        total, flops = share * self.positions_per_step / seconds, share * self.flops_per_step / seconds
-        found = {"tps": total / self.devices, "tps_total": total, "tflops": flops / 1e12}
+    def _throughput(self, seconds: float, positions: float, tokens: float, flops: float) -> dict[str, float]:
+        total, rate = tokens / seconds, flops / seconds
+        found = {"tps": total / self.devices, "tps_total": total, "tflops": rate / 1e12}
         if self.peak_flops:
-            found["mfu"] = flops / self.peak_flops
-        return found if self.tokens_of is None else {**found, "padding": 1 - share}
+            found["mfu"] = rate / self.peak_flops
+        return found if self.tokens_of is None else {**found, "padding": 1 - tokens / positions}
 
 
 class MetricsFile:

@@ -288,8 +288,8 @@ class Stepper:
         self.bad = torch.zeros((), dtype=torch.bool, device=device)
         """Set on the device from the first launched step on that is not finite, until it is reverted."""
         runner = self.replica.runner
-        self.places = self._places(runner.schedule.slices if isinstance(runner, Pipeline) else 1)
-        self.places_of_whole = self._places(1)
+        self.slices = runner.schedule.slices if isinstance(runner, Pipeline) else 1
+        self.places = dict[tuple[int, int], Tensor | None]()
         self.independent_replicas = job.layout.independent_replicas
         self.sync: LocalSGD | None = None
         if job.layout.sync in ("local_sgd", "diloco"):
@@ -479,7 +479,7 @@ class Stepper:
     def tensors(self, micro: MicroBatch, step: int, validates: bool = False) -> MicroTensors:
         """Moves this rank's part of a micro-batch to the device, with the inputs of its dropout masks in optimizer step
         `step`. When it `validates`, sequences are not sliced."""
-        places = self.places_of_whole if validates else self.places
+        places = self._places(micro.tokens.shape[1], 1 if validates else self.slices)
         tokens = torch.from_numpy(micro.tokens).to(self.device, non_blocking=True)
         targets = torch.from_numpy(micro.targets).to(self.device, non_blocking=True)
         documents = None
@@ -500,22 +500,27 @@ class Stepper:
             policy = None if policy is None else policy[:, places]
             conversations = conversations and conversations.at(places)
         noise = None
-        if self.job.model.dropout:
+        alpha = self.job.train.neftune_alpha
+        if self.job.model.dropout or alpha:
             tp = self.mesh.axis("tp")
             part = tp.rank, tp.size
             tokens_here = part if self.job.layout.sp else (0, 1)
             samples = micro.sample_ids.tolist()
             noise = Noise(
-                self.job.train.seed, step, samples, heads=part, tokens=tokens_here, places=places, seq_len=seq_len
+                *(self.job.train.seed, step, samples, part, tokens_here, places, seq_len),
+                embeddings=alpha / math.sqrt(seq_len * self.job.model.d_model),
             )
         return MicroTensors(tokens, targets, noise, places, documents, reference, policy, conversations, further)
 
-    def _places(self, slices: int) -> Tensor | None:
-        """Returns the positions of this rank's tokens of every sequence; None if it has all."""
+    def _places(self, seq_len: int, slices: int) -> Tensor | None:
+        """Returns the positions of this rank's tokens of every sequence of `seq_len` tokens; None if it has all."""
         if self.job.layout.cp == 1:
             return None
-        runs = rank_positions(self.job.layout, self.job.model.seq_len, self.mesh.coordinates["cp"], slices)
-        return torch.tensor([position for run in runs for position in run], device=self.device)
+        if (seq_len, slices) not in self.places:
+            runs = rank_positions(self.job.layout, seq_len, self.mesh.coordinates["cp"], slices)
+            places = torch.tensor([position for run in runs for position in run], device=self.device)
+            self.places[seq_len, slices] = places
+        return self.places[seq_len, slices]
 
     def name_first(self, bad: int | None) -> str:
         """Returns ", first in NAME" for the first shard that any rank calls `bad`, if there is one. A collective."""

@@ -429,9 +429,10 @@ def _compare_logits(report: ExchangeReport, source: Reader, folder: Path, ours: 
                 found = theirs(tokens, use_cache=False, output_hidden_states=True)
             expected = [*found.hidden_states[:-1], found.logits]
     if expected:
-        report.logits_max_rel = _relative(mine(tokens), expected[-1])
+        logits = mine(tokens)
+        report.logits_max_rel = _relative(logits[:, -1] if model.reward else logits, expected[-1])
         if not report.logits_max_rel <= TOLERANCE:
-            where = _located(mine, tokens, expected)
+            where = "the scores of sequences" if model.reward else _located(mine, tokens, expected)
             report.problems.append(f"logits differ from transformers' by {report.logits_max_rel:.1e}: {where}")
 
 
@@ -459,11 +460,15 @@ def _of_transformers(folder: Path) -> tuple[nn.Module, Mapping[str, Any]]:
         options["experts_implementation"] = "eager"
     try:
         with InFloat64():
-            found: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, **options)
+            scores = any("SequenceClassification" in name for name in config.architectures or ())
+            kind = transformers.AutoModelForSequenceClassification if scores else transformers.AutoModelForCausalLM
+            found: Any = kind.from_pretrained(folder, local_files_only=True, **options)
     finally:
         said.set_verbosity(level)
         if bars:
             said.enable_progress_bar()
+    if scores:  # a sequence's score is at its last token that is no padding: none of the vocabulary is
+        found[0].config.pad_token_id = config.vocab_size
     return found[0].eval(), found[1]
 
 

@@ -25,6 +25,7 @@ from phalanx.config.layout import AXES, Layout
 from phalanx.config.model import ModelConfig, MoE
 from phalanx.config.precision import Precision
 from phalanx.errors import JobError
+from phalanx.nearest import divisors
 from phalanx.partition import derived as batch
 from phalanx.partition.derived import MODES, flushes, is_file, legal_hpz, parse, parse_cut, schedule_of, stashes
 from phalanx.schedule.catalogue import SCHEDULES
@@ -251,6 +252,8 @@ def compared_job(job: Job, as_is: bool, max_ranks: int, own: Precision | None = 
     train = replace(
         small.train, precision=precision, gradients=gradients, compile=False, cpu_linear="auto", global_batch=0
     )
+    if train.seq_ramp:
+        train = replace(train, seq_ramp=f"1*{small.model.seq_len // divisors(small.model.seq_len)[1]}")
     layout = Layout(bucket_mb=small.layout.bucket_mb)
     cluster = Cluster(device="cpu" if job.cluster.device == "auto" else job.cluster.device)
     return ComparedJob(replace(small, train=train, layout=layout, cluster=cluster), vocab, changes)
@@ -534,8 +537,10 @@ def _notes(selection: Selection, job: Job) -> Iterator[str]:
         )
     if job.data.document_mask:
         yield "data.document_mask: the random sequences are cut into documents at random places"
+    if job.train.batch_ramp or job.train.seq_ramp:
+        yield "train.batch_ramp, train.seq_ramp: the first step is half as large, or of shorter sequences"
     if has_pairs(job.data):
-        yield "data.corpus: pairs of random sequences, compared by DPO"
+        yield f"data.corpus: pairs of random sequences, compared by {'rewards' if job.model.reward else 'DPO'}"
     elif has_prompts(job.data):
         yield "data.corpus: random completions with random rewards and log-probabilities; nothing is generated"
     elif has_answers(job.data):
@@ -634,7 +639,9 @@ def _with(job: Job, layout: Layout) -> Job:
         global_batch = next((size for size in sizes if size % known == 0), known)
         if group > 1 and layout.pp > 1 and not layout.micro_batch and not layout.accumulation:
             layout = replace(layout, micro_batch=group)
-    grpo = job.train.grpo
+    train = replace(job.train, global_batch=global_batch)
+    if train.batch_ramp:
+        train = replace(train, global_batch=2 * global_batch, batch_ramp=f"1*{global_batch}")
     if has_prompts(job.data):  # what is compared does not depend on groups
-        grpo = replace(grpo, group=max(2, global_batch), updates=1)
-    return replace(job, layout=layout, train=replace(job.train, global_batch=global_batch, grpo=grpo))
+        train = replace(train, grpo=replace(train.grpo, group=max(2, global_batch), updates=1))
+    return replace(job, layout=layout, train=train)

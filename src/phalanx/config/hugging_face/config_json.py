@@ -208,11 +208,14 @@ def read(values: Any, ignored: Sequence[str] = ()) -> HuggingFaceModel:
 def _read(values: Mapping[str, Any]) -> HuggingFaceModel:
     family = _family(values)
     source = ConfigReader(values)
-    classes = values.get("architectures")
+    classes, rewards = values.get("architectures"), False
     for name in classes if isinstance(classes, list) else ():
-        if isinstance(name, str) and re.search("For(?!(CausalLM|ConditionalGeneration)$)[A-Z]|RewardModel", name):
+        rewards |= _is_reward(name, values)
+        if not isinstance(name, str):
+            continue
+        if not rewards and re.search("For(?!(CausalLM|ConditionalGeneration)$)[A-Z]|RewardModel", name):
             source.problem("architectures", f"names {shown(name)}, whose head is not that of a language model")
-        elif isinstance(name, str) and _stem(name) != _stem(family.architecture):
+        elif _stem(name).removesuffix("text") != _stem(family.architecture):
             source.problem(
                 "architectures",
                 f"names {shown(name)}, and model_type {values['model_type']} is {family.architecture}: programs differ "
@@ -231,6 +234,8 @@ def _read(values: Mapping[str, Any]) -> HuggingFaceModel:
     ours: Fields = dict(family.kind)
     for term in family.terms:
         term.read(source, ours)
+    if rewards:
+        ours |= {"reward": True, "tied": False}
     model = _model(ours)
     for part in [source, *([outer] if outer else [])]:
         without_effect = harmless if part is source else HARMLESS | _TOP
@@ -244,6 +249,28 @@ def _read(values: Mapping[str, Any]) -> HuggingFaceModel:
     if outer:
         notes += ("the language model, without the encoder of images",)
     return HuggingFaceModel(family, model, notes, outer is not None, quantised)
+
+
+WITHOUT_REWARD = ("olmoe", "granite", "granitemoehybrid", "minimax_m2", "glm4_moe", "solar_open", "glm_moe_dsa")
+"""Model types whose models transformers has not for the classification of sequences."""
+
+
+def _is_reward(name: Any, values: Mapping[str, Any]) -> bool:
+    """Returns whether a class is that of a reward model: a classification of sequences with one label."""
+    labels = values.get("id2label", values.get("num_labels", 2))
+    return (
+        isinstance(name, str)
+        and name.endswith("ForSequenceClassification")
+        and (len(labels) if isinstance(labels, dict) else labels) == 1
+    )
+
+
+def _rewarding(family: ConfigFamily) -> Fields:
+    """Returns the fields of a reward model of a family."""
+    stem = re.split("For[A-Z]|LMHead|Model$", family.architecture)[0]
+    stem += "Text" if family.model_type == "gemma3_text" else ""
+    labels = {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}, "tie_word_embeddings": False}
+    return {"architectures": [f"{stem}ForSequenceClassification"], **labels}
 
 
 def _stem(architecture: str) -> str:
@@ -270,6 +297,10 @@ def write(model: ModelConfig, model_type: str = "") -> tuple[ConfigFamily, Field
     for family in (TRAINED[model_type],) if model_type else TRAINED_FAMILIES:
         values = {"architectures": [family.architecture], "model_type": family.model_type}
         values |= written(family.terms, main)
+        if model.reward:
+            if family.model_type in WITHOUT_REWARD:
+                continue
+            values |= _rewarding(family)
         refused = False
         try:
             wrong = differences(read(json.loads(json.dumps(values))).model, main)
