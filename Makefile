@@ -10,8 +10,8 @@ ARGS ?=
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train verify verify-families test memory chain rehearsal faults fuzz lora compiled cold whole planted offload tiles zero-plus-plus test-smollm2 test-families \
-	reference lint format wheel docs pictures docs-check course bench accuracy fit gpu chaos launchers bench-peers clean
+.PHONY: help setup train verify verify-families test memory chain rehearsal faults fuzz lora compiled cold whole planted static offload tiles zero-plus-plus test-smollm2 test-families \
+	reference lint format lock wheel docs pictures docs-check course bench accuracy fit gpu chaos launchers bench-peers clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-11s %s\n", $$1, $$2}'
@@ -69,6 +69,9 @@ zero-plus-plus: setup ## try ZeRO++ in all its layouts: a minute
 planted: setup ## plant every bug of tests/verify/bugs.py, each of which verify must find, and --static those of sums: minutes
 	PHALANX_PLANTED=1 $(BIN)/python -m pytest -s tests/verify/test_planted.py tests/dryrun/test_sums.py $(ARGS)
 
+static: setup ## prove the sums over ranks of every layout of verify that --static can judge, without values: a quarter of an hour
+	PHALANX_STATIC=1 $(BIN)/python -m pytest tests/dryrun/test_sums.py -k no_sum $(ARGS)
+
 whole: setup ## run the whole tables of the tests that try every pair of their parts: minutes
 	PHALANX_WHOLE=1 $(BIN)/python -m pytest tests/parallel $(ARGS)
 
@@ -103,6 +106,9 @@ lint: setup ## check style, format and types
 format: setup ## put the code into the common format
 	$(BIN)/ruff check --fix --quiet .
 	$(BIN)/ruff format .
+
+lock: ## write uv.lock again: every package with the versions of constraints.txt, and digests of its files (needs uv)
+	uv lock $$(sed -n 's/^\([A-Za-z0-9_-]*==[^ ]*\).*/--upgrade-package \1/p' constraints.txt)
 
 wheel: ## build the wheel, and try it in a fresh environment: two minutes
 	PYTHON=$(PYTHON) .ci/wheel

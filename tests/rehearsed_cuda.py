@@ -46,6 +46,7 @@ class DeviceTensor(torch.Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl
     device = property(lambda _: CUDA)  # pyright: ignore[reportAssignmentType]
     is_cuda = property(lambda _: True)  # pyright: ignore[reportAssignmentType]
+    is_cpu = property(lambda _: False)  # pyright: ignore[reportAssignmentType]
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -187,6 +188,13 @@ class Stream:
         self.ended = 0
         self.knows = 0
         """The number of the last operation of the default stream for which this one has waited."""
+
+    def __enter__(self) -> Stream:
+        self.before, _GPU[-1].current = _GPU[-1].current, self
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        _GPU[-1].current = self.before
 
     def finish(self, until: int | None = None) -> None:
         while self.copies and (until is None or self.ended < until):
@@ -387,27 +395,16 @@ def rehearsal(patch: pytest.MonkeyPatch) -> Iterator[Rehearsal]:
     gpu = Rehearsal()
     _GPU.append(gpu)
 
-    @contextlib.contextmanager
-    def stream(chosen: Stream) -> Iterator[None]:
-        before, gpu.current = gpu.current, chosen
-        try:
-            yield
-        finally:
-            gpu.current = before
-
     def synchronize(_: Any = None) -> None:
         gpu.waits += 1
         gpu.default.finish()
 
-    own = {
-        "Stream": Stream,
-        "Event": Event,
-        "stream": stream,
-        "current_stream": lambda _=None: gpu.current,
-        "synchronize": synchronize,
-    }
+    both = {"current_stream": lambda _=None: gpu.current, "synchronize": synchronize}
+    cuda = {"Stream": Stream, "Event": Event, "stream": lambda chosen: chosen, **both}
+    own = {f"cuda.{key}": each for key, each in cuda.items()} | {f"accelerator.{key}": both[key] for key in both}
+    own["Stream"] = Stream
     for name, stand_in in (stand_ins(NAME, MEMORY, CAPABILITY) | own).items():
-        patch.setattr(f"torch.cuda.{name}", stand_in)
+        patch.setattr(f"torch.{name}", stand_in, raising=False)
     run_backward = torch.autograd._engine_run_backward
 
     def backward(*args: Any, **kwargs: Any) -> Any:

@@ -6,7 +6,9 @@ import re
 import subprocess
 import sys
 from contextlib import nullcontext
+from html.parser import HTMLParser
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -17,6 +19,7 @@ from phalanx import api
 from phalanx.check.load import load_file
 from phalanx.errors import DataError, JobError, RunError
 from phalanx.train.run_directory import RunDirectory
+from phalanx.verify.cases import CaseReport
 from report import written
 
 ROOT = Path(phalanx.__file__).parents[2]
@@ -105,3 +108,55 @@ def test_a_training_that_fails_has_the_exit_code_of_the_verb(here, monkeypatch):
 def test_what_is_no_run_is_refused(here):
     with pytest.raises(DataError, match="no run in nowhere"):
         phalanx.read_run("nowhere")
+
+
+class Frames(HTMLParser):
+    """Reads what a notebook gets: one frame, whose page is an attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found = list[tuple[str, dict[str, str | None]]]()
+
+    def handle_starttag(self, tag, attrs):
+        self.found.append((tag, dict(attrs)))
+
+
+def shown(result) -> str:
+    """Returns the page of an object in a notebook."""
+    frames = Frames()
+    frames.feed(result._repr_html_())
+    [(tag, attributes)] = frames.found
+    assert (tag, attributes["sandbox"]) == ("iframe", "allow-scripts")
+    page = attributes["srcdoc"]
+    assert page
+    assert page.startswith("<!doctype html>")
+    assert page.endswith("</html>\n")
+    return page
+
+
+def test_a_notebook_shows_what_the_functions_return(here):
+    words = ["model=llama3-8b", "cluster=dgx-h100", "precision=bf16", "global_batch=16"]
+    job = api.load_job(*words, "layout=dp_shard=4,tp=2,recompute=full")
+    assert "The best layouts" in shown(api.plan_layout(job, fixed={"pp": 1, "tp": 2, "cp": 1}))
+    predicted = shown(api.predict_step(job))
+    assert "of 79.1GiB: fits" in predicted
+    assert "Time of a step" in predicted
+    assert "One step, simulated" in shown(api.simulate_step(job))
+    assert "<title>Run main</title>" in shown(api.read_run("runs/main"))
+
+
+def test_a_notebook_shows_a_verification_and_escapes_what_failed():
+    class Report(CaseReport):
+        def rows(self):
+            yield "layout", "ranks"
+            yield "tp=<b>2</b>", "2"
+
+        def verdict(self, failed, how_many):
+            return f"Not equal: {how_many}"
+
+    case = SimpleNamespace(ok=False, seconds=1.0, title="tp=2", complaint=lambda: "'</iframe><script>alert(1)</script>")
+    page = shown(Report(SimpleNamespace(not_compared=list), 2, [case]))  # pyright: ignore[reportArgumentType]
+    assert "Not equal: 1 of 1 layout" in page
+    assert "tp=&lt;b&gt;2&lt;/b&gt;" in page
+    assert "&#x27;&lt;/iframe&gt;&lt;script&gt;alert(1)" in page
+    assert "alert(1)</script>" not in page

@@ -20,7 +20,7 @@ FLOORS = [
 """Rooms from the top down: a room may import those after it, and itself."""
 WITHOUT_TORCH = [*FLOORS[FLOORS.index("report") :]]
 """Rooms that never import torch: these verbs answer in well under a second."""
-GROUND = {"bounded", "echo", "errors", "facts", "gc", "hashed", "nearest", "registry", "safe_path", "units"}
+GROUND = {"bounded", "echo", "errors", "facts", "gc", "hashed", "nearest", "notebook", "registry", "safe_path", "units"}
 """Modules that every room may import."""
 DOOR = "extend"
 """The module through which packages add entries: it imports rooms, and only `cli` imports it."""
@@ -30,38 +30,38 @@ INNER_FLOORS = {
 """Rooms whose files have an order of their own."""
 MOST_LINES = {
     "axes": 800,
-    "blocks": 2825,
-    "check": 2060,
+    "blocks": 2860,
+    "check": 2200,
     "checkpoint": 3952,
-    "cli": 7480,
+    "cli": 7490,
     "comm": 1800,
-    "config": 6485,
-    "cost": 6582,
-    "data": 6590,
-    "dryrun": 2049,
+    "config": 6950,
+    "cost": 6600,
+    "data": 6810,
+    "dryrun": 2110,
     "evaluate": 700,
-    "exchange": 2510,
+    "exchange": 2570,
     "foreign": 4680,
-    "generate": 1250,
+    "generate": 1720,
     "graph": 2050,
-    "launch": 6980,
-    "machine": 5390,
-    "model": 2750,
+    "launch": 7020,
+    "machine": 5400,
+    "model": 2870,
     "optimizers": 550,
-    "parallel": 6709,
-    "partition": 1065,
-    "pictures": 3690,
-    "plan": 4300,
+    "parallel": 6880,
+    "partition": 1170,
+    "pictures": 3730,
+    "plan": 4310,
     "report": 1700,
     "schedule": 2056,
     "serve": 850,
     "simulate": 1245,
-    "techniques": 1130,
-    "trackers": 750,
-    "train": 8975,
+    "techniques": 1280,
+    "trackers": 870,
+    "train": 9200,
     "validation": 1660,
-    "": 1770,
-    "verify": 3975,
+    "": 1810,
+    "verify": 4070,
 }
 """Lines that a room may have, "" being the modules beside the rooms: whoever makes one shorter lowers its figure, and
 whoever needs more finds first what stands twice."""

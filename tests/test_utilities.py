@@ -487,8 +487,9 @@ def test_a_verb_is_no_other_verb(verb: str) -> None:
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("label_smoothing", "label smoothing of the cross-entropy is not implemented"),
-        ("train.label_smoothing", "label smoothing of the cross-entropy is not implemented"),
+        ("label_smoothing", "which one: train.label_smoothing or train.dpo.label_smoothing?"),
+        ("label_smoothing_factor", "that is train.label_smoothing"),
+        ("neftune_noise_alpha", "that is train.neftune_alpha"),
         ("flash_attn", "there is nothing to set"),
         ("lr_scheduler", "did you mean optimizer.schedule?"),
         ("tensor_parallel", "did you mean layout.tp?"),

@@ -2,7 +2,8 @@
 
 A job is the same as on the command line, and so are its errors: each is a PhalanxError whose text is the verb's
 message. `import phalanx` takes milliseconds, because a function imports what it needs when it is called. Only
-`rehearse_job`, `verify_layouts` and `open_checkpoint` import torch.
+`rehearse_job`, `verify_layouts`, `open_checkpoint` and `plan_layout(check=True)` import torch. In a notebook a plan, a
+prediction, a simulated step, a verification and a run show themselves as a page.
 
 Example:
     >>> import dataclasses
@@ -73,17 +74,20 @@ def load_job(*words: str | os.PathLike[str]) -> Job:
     return load_words(overrides.parse([os.fspath(word) for word in words])).job
 
 
-def plan_layout(job: Job, *, fixed: Mapping[str, Any] | None = None, top: int = 10) -> Plan:
+def plan_layout(job: Job, *, fixed: Mapping[str, Any] | None = None, top: int = 10, check: bool = False) -> Plan:
     """Returns the fastest layouts of a job that fit in memory, fastest first, and the reasons.
 
     Args:
         job: what to train, on which cluster; its layout plays no part.
         fixed: fields of the layout that stay as they are, such as {"tp": 2}.
         top: most layouts in `best`.
+        check: rehearse the best three on this machine, as `phalanx plan --check` does. Those that do not fit are
+            `struck`, with the reasons; the others have the bytes that their fullest rank needs in `rehearsed`.
 
     Raises:
         JobError: no layout is legal, or something about the devices is not known. That none fits in memory is no
             error: `best` is then empty, and `nearest` needs the least memory.
+        DoesNotFitError: with `check`, every layout that is predicted to fit was struck.
 
     Example:
         >>> job = load_job("model=llama3-8b", "cluster=dgx-h100", "global_batch=64", "layout=auto")
@@ -99,6 +103,10 @@ def plan_layout(job: Job, *, fixed: Mapping[str, Any] | None = None, top: int = 
     from phalanx.plan.space import plan_request
 
     plan = search(plan_request(job, vocabulary_size(job), dict(fixed or {})))
+    if check:
+        from phalanx.dryrun.check import check_plan
+
+        plan = check_plan(plan, job)
     return replace(plan, best=plan.best[:top])
 
 

@@ -23,7 +23,7 @@ from threading import RLock
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from phalanx import facts
-from phalanx.errors import ExtensionError, PhalanxError
+from phalanx.errors import ExtensionError, JobError, PhalanxError
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
@@ -59,6 +59,18 @@ def package_code(
     except (Exception, SystemExit) as error:
         what = str(error) if isinstance(error, PhalanxError) else f"{type(error).__name__}: {error}"
         raise raising(f"{failed}: {what}") from error
+
+
+def function_of(place: str, option: str) -> Callable[..., Any]:
+    """Returns the function that a user names in `option` as "package.module:function", of the current folder or an
+    installed package: its code runs, as any code that one imports. Raises JobError."""
+    if (here := os.getcwd()) not in sys.path:
+        sys.path.insert(0, here)
+    with package_code(f"{option} {place}", passing=(JobError,), raising=JobError):
+        found = _imported(place)
+        if not callable(found):
+            raise JobError(f"{option} {place} is no function")
+    return found
 
 
 @dataclass(frozen=True)

@@ -21,8 +21,9 @@ from phalanx.train.start import vocabulary_of as vocabulary_of_run
 ELSEWHERE = {
     "model": """
         preset from n_layers d_model n_heads n_kv_heads head_dim vocab_size seq_len window full_every
-        attention feed_forward norm norm_place parallel_block positions activation bias qk_norm sinks
-        attention_scale attention_softcap logit_softcap scaled_embedding tied embedding_multiplier
+        window_pattern query_growth.rate attention feed_forward norm norm_place parallel_block positions activation
+        bias qk_norm sinks
+        attention_scale attention_softcap logit_softcap scaled_embedding tied reward embedding_multiplier
         residual_multiplier logit_divisor
         dropout norm_eps window_rope_theta
         init_std moe.n_experts mla.kv_rank lora.rank mtp
@@ -41,8 +42,10 @@ ELSEWHERE = {
         batch_scaling
     """,
     "train": """
-        steps global_batch precision gradients seed compile cpu_linear deterministic log_every
-        eval_samples dpo.beta dpo.label_smoothing profile.steps profile.ranks profile.memory profile.python
+        steps global_batch batch_ramp seq_ramp precision gradients seed compile cpu_linear deterministic log_every
+        eval_samples label_smoothing neftune_alpha dpo.beta dpo.label_smoothing grpo.group grpo.reward grpo.pattern
+        grpo.max_new_tokens grpo.updates grpo.clip grpo.clip_high grpo.beta grpo.scale grpo.average grpo.max_batch
+        grpo.max_gap grpo.on_gap profile.steps profile.ranks profile.memory profile.python
     """,
     "plan": """
         headroom
@@ -55,7 +58,7 @@ ELSEWHERE = {
     """,
     "run": """
         name dir threads device_budget_mib timeout_s hang_s grace_s max_restarts nnodes
-        trackers report live log_level all_ranks sample_tokens
+        trackers report live log_level all_ranks sample_tokens metrics_port
     """,
 }
 """Fields by section that have an effect in every job, or whose condition another rule of check/ states. A new field

@@ -164,7 +164,7 @@ def test_all_mistakes_of_file_values_and_command_line_come_together(tmp_path):
             "layout: {tp: 3}",
             "layout.tp: n_heads 4 / tp 3 and MLP width 512 / tp 3 are not integers; nearest tp: 1, 2, 4",
         ),
-        ("cluster: {device: gpu}", "cluster.device: expected one of auto, cpu, cuda, found 'gpu'"),
+        ("cluster: {device: gpu}", "cluster.device: expected one of auto, cpu, cuda, rocm, xpu, found 'gpu'"),
         ("layout: {pp: 5}", "layout.pp: pp 5 stages need at least as many layers, the model has 4"),
         ("layout: {cp: 3}", "layout.cp: seq_len 256 / cp 3 is not an integer; nearest cp: 1, 2, 4"),
         ("layout: {ep: 2}", "nearest legal: ep=1"),

@@ -360,6 +360,8 @@ def test_every_number_has_a_range():
     assert set(constraints()) == {
         *NUMBERS,
         "layout.loss_chunk",
+        "train.batch_ramp",
+        "train.seq_ramp",
         "layout.recompute",
         "run.name",
         "run.dir",

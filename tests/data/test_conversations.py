@@ -12,10 +12,11 @@ from hypothesis import strategies as st
 
 from phalanx.config.job import IGNORE, Data
 from phalanx.data import prepare as module
-from phalanx.data.conversations import ConversationData, one_each, pack
+from phalanx.data.conversations import ConversationData
 from phalanx.data.index import open_shards, read_index
 from phalanx.data.loader import Batches, evaluation_batches
 from phalanx.data.mixture import open_split
+from phalanx.data.packing import one_each, pack
 from phalanx.data.prepare import prepare
 from phalanx.data.rows import encode_rows
 from phalanx.data.template import ChatPrompts, ChatTemplate

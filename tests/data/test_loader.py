@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phalanx.config.job import IGNORE
+from phalanx.data import loader
 from phalanx.data.files import SPLITS
 from phalanx.data.index import CorpusRecord, Index, write_index, write_shard
 from phalanx.data.loader import (
@@ -26,6 +28,7 @@ from phalanx.data.loader import (
     permute,
     sample_ids,
 )
+from phalanx.data.packing import BestFitDocuments
 from phalanx.data.tokenizer import ByteTokenizer, NumberTokenizer, Tokenizer, train_bpe
 from phalanx.errors import DataError, JobError
 
@@ -259,6 +262,47 @@ def test_two_tokens_share_a_document_where_no_separator_ends_between_them(
     for sample, found in enumerate(data.documents(np.arange(data.sample_count))):
         first = sample * seq_len
         assert found.tolist() == [sum(ends[first : first + place]) for place in range(seq_len)]
+
+
+@given(
+    lengths=st.lists(st.integers(1, 25), min_size=2, max_size=30),
+    separator=st.sampled_from([(9,), (8, 9)]),
+    seq_len=st.integers(1, 10),
+    searched=st.sampled_from([4, 1 << 22]),
+)
+def test_packed_documents_are_whole_or_cut_once_per_sample(tmp_path_factory, lengths, separator, seq_len, searched):
+    """Every pair of neighbours in a document is an input and its target, in one place; no other pair is."""
+    texts = [[number % 8] * (length - 1) + [*separator] for number, length in enumerate(lengths)]
+    folder = tmp_path_factory.mktemp("packed")
+    tokens = [token for text in texts for token in text]
+    text = packed(folder, separator, tokens, min(seq_len, len(tokens) - 1) or 1)
+    with mock.patch.object(loader, "SEARCHED", searched):
+        if len(separator) == 1 and max(lengths) == 1:
+            with pytest.raises(DataError, match="no document of split train has two tokens"):
+                BestFitDocuments(text)
+            return
+        data = BestFitDocuments(text)
+    assert (folder / "train.documents").exists()
+    again = BestFitDocuments(text)  # from what was kept
+    ids = np.arange(data.sample_count)
+    micro, other = data.micro_batch(ids, ids), again.micro_batch(ids, ids)
+    assert np.array_equal(micro.tokens, other.tokens)
+    found = list[tuple[int, ...]]()
+    for row in range(len(ids)):
+        for number in range(data.most_conversations):
+            here = micro.conversations[row] == number
+            assert np.array_equal(here, (micro.documents[row] == number) & (micro.targets[row] != IGNORE))
+            if here.any():
+                found.append((*micro.tokens[row][here].tolist(), int(micro.targets[row][here][-1])))
+                assert np.array_equal(micro.targets[row][here][:-1], micro.tokens[row][here][1:])
+    size = text.seq_len
+    parts = [tuple(text[at : at + size + 1]) for text in texts for at in range(0, len(text) - 1, size)]
+    assert sorted(found) == sorted(parts)
+    assert data.facts.used == data.facts.counted == sum(len(part) - 1 for part in parts)
+    assert data.facts.truncated == sum(len(text) - 1 > size for text in texts)
+    assert data.valid_tokens(0, len(ids), 1) == data.facts.counted
+    half = [c for c in (micro.conversations >= 0).sum(axis=1) if 2 * c <= size]
+    assert len(half) <= 1  # two half-empty samples would be one
 
 
 @pytest.mark.parametrize("prefetch", [0, 3])

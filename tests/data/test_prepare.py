@@ -324,7 +324,7 @@ def test_all_problems_at_once() -> None:
 def test_unknown_names() -> None:
     with pytest.raises(
         JobError,
-        match=r"data\.corpus: no corpus 'wiki' \(known: stdlib, shakespeare_char, text, mix, chat, preferences, random",
+        match=r"data\.corpus: no corpus 'wiki' \(known: stdlib, shakespeare_char, text, mix, chat, preferences",
     ):
         prepared_path(Data(corpus="wiki"))
     with pytest.raises(DataError, match=r"data\.tokenizer=wordpiece: expected char, byte, bpe, or the path"):

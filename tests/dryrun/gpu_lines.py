@@ -55,12 +55,12 @@ def _sign(test: ast.expr) -> int:
         case ast.BoolOp(operator, parts):
             signs, one = {_sign(part) for part in parts}, 1 if isinstance(operator, ast.And) else -1
             return one if one in signs else -one if signs == {-one} else 0
-        case ast.Compare(_, [ast.Eq() | ast.NotEq() as operator], [ast.Constant("cuda" | "cpu" as device)]):
-            return 1 if isinstance(operator, ast.Eq) == (device == "cuda") else -1
+        case ast.Compare(_, [ast.Eq() | ast.NotEq() as operator], [ast.Constant("cuda" | "xpu" | "cpu" as device)]):
+            return 1 if isinstance(operator, ast.Eq) == (device != "cpu") else -1
         case ast.Compare(ast.Attribute(_, "stream"), [operator], [ast.Constant(None)]):
             return -1 if isinstance(operator, ast.Is) else 1
         case ast.Attribute(_, name):
-            return {"is_cuda": 1, "hip": 1, "gloo": -1}.get(name, 0)
+            return {"is_cpu": -1, "hip": 1, "gloo": -1}.get(name, 0)
         case ast.Call(ast.Name("has_triton" | "is_flash" | "is_cudnn")):
             return 1
     return 0

@@ -15,7 +15,7 @@ from phalanx.blocks.parameters import train_flops_per_step
 from phalanx.check.job import problems_of
 from phalanx.config.job import Job, Optimizer, Train
 from phalanx.config.layout import Layout
-from phalanx.config.model import MLA, LoRA, ModelConfig, MoE
+from phalanx.config.model import MLA, LoRA, ModelConfig, MoE, QueryGrowth
 from phalanx.cost.job_spec import rank_spec
 from phalanx.cost.prediction import hardware_flops_per_step
 from phalanx.cost.rank_memory import step_memory
@@ -47,6 +47,17 @@ MODELS = {
     "adapters": replace(LLAMA, lora=LoRA(rank=8)),
     "further tokens": replace(LLAMA, mtp=1),
     "windows": replace(LLAMA, window=32, full_every=2, sinks=True, qk_norm="head"),
+    "chunks": replace(
+        LLAMA,
+        window=32,
+        window_kind="chunks",
+        full_every=2,
+        nope_every=2,
+        qk_norm="unit",
+        query_growth=QueryGrowth(rate=0.1, length=32),
+        feed_forward="dense,experts",
+        moe=MoE(n_experts=8, top_k=1, d_ff=128, n_shared=1, router="sigmoid", renormalise=False, scale_inputs=True),
+    ),
 }
 LAYOUTS = [
     Layout(),

@@ -16,14 +16,17 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from dryrun.gpu_lines import running, statements
 from phalanx.checkpoint.parts import Snapshot
-from phalanx.config.cluster import Cluster
-from phalanx.config.clusters import ACCELERATORS
+from phalanx.config.cluster import DEVICE_TYPES, Cluster
+from phalanx.config.clusters import ACCELERATORS, DEVICES
 from phalanx.config.job import Data, GuardOptions, Job, Train
 from phalanx.config.layout_line import parse
 from phalanx.config.model import MLA, LoRA, ModelConfig, MoE
 from phalanx.dryrun.rehearse import device_type_of, distinct_ranks, rehearse
 from phalanx.dryrun.world import pretended
 from phalanx.errors import JobError, RunError
+from phalanx.launch.process_group import backend_of
+from phalanx.launch.ranks import SINGLE
+from phalanx.machine.calibration import look_up
 from phalanx.train import device as devices
 from phalanx.train.agreement import program_facts
 from phalanx.train.step import free_bytes
@@ -65,6 +68,8 @@ FEW: list[Case] = [
     ("adapters", "tp=2,dp_shard=2,zero=1", {"data": PAIRS}),
     ("latent", "pp=2,schedule=zb_h1,accumulation=2", {"chip": "b200"}),
     ("llama", "dp_replicate=2,sync=diloco,sync_every=1", {"optimizer": "sgd"}),
+    ("experts", "dp_shard=2,zero=3,offload=all,recompute=full", {"chip": "max1550-tile"}),
+    ("sinks", "cp=2,pp=2,accumulation=2", {"data": DOCUMENTS, "chip": "mi300x"}),
 ]
 MORE: list[Case] = [
     *(("llama", "dp_replicate=1", {"precision": name}) for name in ("fp64", "fp32", "fp16")),
@@ -124,6 +129,13 @@ MORE: list[Case] = [
     ("gpt", "dp_replicate=1", {"precision": "fp16", "chip": "v100-16gb"}),
     ("llama", "tp=2,cp=2,dp_shard=2", {"chip": "mi300x"}),
 ]
+OTHERS: list[Case] = [
+    (name, line, {**more, "chip": chip})
+    for chip in ("max1550-tile", "mi300x")
+    for name, line, more in FEW + MORE
+    if more.get("precision") != "fp8"
+]
+"""The same on GPUs of other makers."""
 
 
 def named(case: Case) -> str:
@@ -150,9 +162,10 @@ def job_of(case: Case) -> Job:
 
 def rehearse_all(case: Case) -> None:
     job = job_of(case)
-    assert device_type_of(job) == "cuda"
+    device_type = device_type_of(job)
+    assert device_type == ("xpu" if job.cluster.accelerator.name.startswith("max") else "cuda")
     for rank in distinct_ranks(job):
-        found = rehearse(job, rank, VOCAB, "cuda")
+        found = rehearse(job, rank, VOCAB, device_type)
         assert found.peak > 0
         assert job.layout.offload == "none" or found.host_peak_bytes > 2**14
         assert {each["operator"] for each in found.by_operator}.isdisjoint({"_linear_pointwise"})  # oneDNN's, of CPUs
@@ -184,20 +197,31 @@ UNREACHED = {
 
 
 def ask_the_device() -> None:
-    """Makes the calls to torch.cuda that a run makes outside its steps."""
-    cluster, device = Cluster(accelerator=ACCELERATORS["h100-80gb"], devices_per_node=8), torch.device("cuda", 0)
+    """Makes the calls to torch.accelerator that a run makes outside its steps."""
+    for chip, wanted in (("h100-80gb", "cuda"), ("mi300x", "rocm"), ("max1550-tile", "xpu")):
+        _ask(Cluster(accelerator=ACCELERATORS[chip], devices_per_node=8), wanted)
+
+
+def _ask(cluster: Cluster, wanted: Any) -> None:
+    device = torch.device(DEVICE_TYPES[wanted], 0)
+    assert device_type_of(Job(cluster=cluster)) == device_type_of(Job(cluster=Cluster(device=wanted))) == device.type
     with pretended(0, 1, device, cluster, str) as dry:
-        assert devices.choose("auto", 0) == devices.choose("cuda", 0) == device
+        assert devices.choose("auto", 0) == devices.choose(wanted, 0) == device
         for rank in (None, 8):
             with pytest.raises(RunError, match="rank"):
-                devices.choose("cuda", rank)
-        with mock.patch("torch.cuda.device_count", int), pytest.raises(RunError, match="0 CUDA devices"):
-            devices.choose("cuda", 0)
+                devices.choose(wanted, rank)
+        with mock.patch("torch.accelerator.device_count", int), pytest.raises(RunError, match=f"{wanted}.* has 0 "):
+            devices.choose(wanted, 0)
+        for other in {"rocm", "xpu"} - {wanted}:
+            with pytest.raises(RunError, match=f"cluster.device={other}, but this machine has 0 "):
+                devices.choose(other, 0)
+        assert backend_of(SINGLE, device) == f"cpu:gloo,{device.type}:{'xccl' if wanted == 'xpu' else 'nccl'}"
+        assert look_up(device, 1).cores
         assert devices.memory_limit(device, 1) == round(cluster.accelerator.memory_gib * 2**30)
         assert 0 < devices.peak_memory(device) < free_bytes(device)
-        assert devices.peak_flops(cluster, device, torch.bfloat16, 8).flops == 989e12
+        assert devices.peak_flops(cluster, device, torch.bfloat16, 8).flops == cluster.accelerator.bf16_tflops * 1e12
         assert devices.peak_flops(cluster, device, torch.float64, 8).flops == 0
-        assert program_facts(device)["accelerator"] == "H100 80GB HBM3"
+        assert program_facts(device)["accelerator"] == DEVICES[cluster.accelerator.name].reported_as[0]
         with FakeTensorMode(allow_non_fake_inputs=True), dry.counting():
             snapshot = Snapshot(device)
             snapshot.take([torch.empty(8, device=device)])
@@ -209,6 +233,7 @@ REFUSED = [
     ("h100-80gb", "mxfp8", "Blackwell"),
     ("a100-80gb", "rowwise", "no products in fp8"),
     ("mi250x-gcd", "rowwise", "no products in fp8"),
+    ("max1550-tile", "rowwise", "no products in fp8"),
 ]
 """A device, a scaling of fp8 that it does not have, and the reason."""
 
@@ -218,7 +243,7 @@ REFUSED = [
 def test_every_statement_for_gpus_runs_or_has_a_reason():
     wanted, failed = statements(), list[str]()
     with running(wanted) as ran:
-        for case in (*FEW, *MORE):
+        for case in (*FEW, *MORE, *OTHERS):
             try:
                 rehearse_all(case)
             except Exception as error:  # all cases, in one report
@@ -231,7 +256,7 @@ def test_every_statement_for_gpus_runs_or_has_a_reason():
     for path, lines in wanted.items():
         missing.update(f"{path}: {function}" for line, function in lines.items() if (path, line) not in ran)
     total = sum(map(len, wanted.values()))
-    print(f"{total - missing.total()} of {total} statements for GPUs ran in {len(FEW) + len(MORE)} cases")
+    print(f"{total - missing.total()} of {total} statements for GPUs ran in {len(FEW) + len(MORE) + len(OTHERS)} cases")
     assert not failed, "\n".join(failed)
     assert set(missing) == set(UNREACHED), "\n".join(f"{place} ({count})" for place, count in missing.items())
 
@@ -243,3 +268,9 @@ def test_a_run_asks_a_gpu_that_is_not_there():
 def test_the_page_names_what_no_rehearsal_runs():
     page = (Path(__file__).parents[2] / "docs" / "guides" / "gpu.md").read_text(encoding="utf-8")
     assert [place for place in UNREACHED if f"`{place.split(': ')[1]}`" not in page] == []
+
+
+def test_the_page_of_devices_counts_what_is_rehearsed():
+    page = (Path(__file__).parents[2] / "docs" / "reference" / "device-support.md").read_text(encoding="utf-8")
+    assert f"{len(FEW) + len(MORE)} jobs" in page
+    assert f"{len(OTHERS) // 2} of them" in page

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from phalanx import api
+from phalanx.api import load_job, plan_layout
 from phalanx.cli.main import main
 from phalanx.config.job import Job, Train
 from phalanx.config.layout import Layout
@@ -17,7 +18,7 @@ from phalanx.dryrun import check as checking
 from phalanx.dryrun.check import check, rehearse_ranks, shortened
 from phalanx.dryrun.rehearse import RankRehearsal
 from phalanx.dryrun.world import DryWorld
-from phalanx.errors import JobError
+from phalanx.errors import DoesNotFitError, JobError
 
 LLAMA = ModelConfig(n_layers=2, d_model=64, n_heads=4, seq_len=64, vocab_size=64, positions="rope", activation="swiglu")
 TIGHT = [
@@ -104,6 +105,19 @@ def test_plan_strikes_what_does_not_fit_and_takes_the_next(monkeypatch, capsys):
     assert document["best"]["line"] != struck["line"]
     assert document["candidates"][0]["rehearsed_bytes"] > 2**30
     assert document["notes"] == document["alternatives"] == []
+    heavier(monkeypatch)
+    job = load_job(*(word for word in words if "=" in word), "layout=auto")
+    plan = plan_layout(job, check=True, top=2)
+    assert plan.struck == {struck["line"]: struck["why"]}
+    assert [each.layout.line() for each in plan.best] == [each["line"] for each in document["candidates"][:2]]
+    assert [each.rehearsed for each in plan.best] == [each["rehearsed_bytes"] for each in document["candidates"][:2]]
+
+
+def test_the_api_recommends_nothing_if_nothing_fits(monkeypatch):
+    heavier(monkeypatch, every=True)
+    job = load_job(*(word for word in PLAN if "=" in word), "layout=auto")
+    with pytest.raises(DoesNotFitError, match="none can be recommended"):
+        plan_layout(job, check=True)
 
 
 def test_plan_recommends_nothing_if_nothing_fits(monkeypatch, capsys):

@@ -1,19 +1,21 @@
 """`phalanx verify --static` finds missing and double sums without a value: of the bugs of tests/verify/bugs.py those of
 this kind, and nothing in layouts without a bug.
 
-By default a few; `make planted` judges every bug and every layout."""
+By default a few; `make planted` judges every bug and more layouts, `make static` the whole verify matrix of every
+model, and every product of the axes on up to 4 ranks."""
 
 from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterator
 from contextlib import nullcontext
 
 import pytest
 
 from phalanx.api import load_job
 from phalanx.cli.main import main
-from phalanx.dryrun.sums import SumProof, prove_sums
+from phalanx.dryrun.sums import SumProof, problems, prove_sums
 from phalanx.verify.select import select
 from verify.bugs import BUGS, MODELS
 from verify.plant import Bug, planted
@@ -32,9 +34,21 @@ FOUND = {
 }
 """By bug, what is named."""
 FAST = ("the gradients of routers are not summed over the tensor ranks",)
+
+
+def matrix() -> Iterator[tuple[str, str]]:
+    """Yields the layouts of `phalanx verify` that can be judged: by default of every model, and with --full of one."""
+    for model, words in MODELS.items():
+        for ranks, full in ((8, False), *([(4, True)] if model == "llama" else [])):
+            selection = select(load_job(*words.split()), full=full, max_ranks=ranks)
+            for layout in selection.layouts:
+                if layout.processes > 1 and not [*problems(selection.case(layout))]:
+                    yield model, layout.line()
+
+
 LAYOUTS = (
     ("llama", "tp=2,sp=true"),
-    ("llama", "cp=2,zero=1"),
+    ("adapters", "cp=2,zero=1"),
     *(
         (
             ("gpt", "dp_replicate=2"),
@@ -52,6 +66,7 @@ LAYOUTS = (
         if WHOLE
         else ()
     ),
+    *(matrix() if "PHALANX_STATIC" in os.environ else ()),
 )
 
 

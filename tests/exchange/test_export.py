@@ -22,8 +22,7 @@ from phalanx.blocks.parameters import parameter_shapes
 from phalanx.check.load import as_dict
 from phalanx.checkpoint.consolidated import open_source
 from phalanx.cli.main import main
-from phalanx.config.hugging_face.families import FAMILIES
-from phalanx.config.hugging_face.predicted import WITH_DELTAS
+from phalanx.config.hugging_face.predicted import TRAINED_FAMILIES
 from phalanx.config.job import Job, Train
 from phalanx.config.model import LoRA, ModelConfig
 from phalanx.config.presets import PRESETS
@@ -351,7 +350,7 @@ def test_what_is_wrong_is_named_and_nothing_is_left(words, code, message, tmp_pa
 
 
 def test_every_model_type_has_a_table_of_weights():
-    assert {family.model_type for family in (*FAMILIES, *WITH_DELTAS)} == set(WEIGHTS)
+    assert {family.model_type for family in TRAINED_FAMILIES} == set(WEIGHTS)
 
 
 @pytest.mark.parametrize("name", COUNTERPARTS)

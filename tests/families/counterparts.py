@@ -48,11 +48,7 @@ class Counterpart:
     def in_float64(self, model: ModelConfig) -> nn.Module:
         """Returns the same, whose parameters and constants are float64."""
         with InFloat64():
-            torch.set_default_dtype(torch.float64)
-            try:
-                return self.build(model).double()
-            finally:
-                torch.set_default_dtype(torch.float32)
+            return self.build(model).double()
 
     def stored(self, theirs: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Returns tensors of their model by the names and shapes that they have in files."""
@@ -76,6 +72,8 @@ _SMALL_EXPERTS = {"n_experts": 8, "top_k": 3, "d_ff": 12, "aux_loss": 0.0}
 _SMALL_LATENT = {"q_rank": 12, "kv_rank": 10, "rope_head_dim": 6, "nope_head_dim": 8, "v_head_dim": 7}
 _SMALL_DELTA = {"n_heads": 4, "key_heads": 2, "key_head_dim": 6, "head_dim": 5}
 
+_SMALL_LLAMA4: dict[str, Any] = {"n_layers": 4, "window": 7, "query_growth": {"length": 6}}
+
 COUNTERPARTS: dict[str, Counterpart] = {
     "llama3.1-8b": Counterpart("llama", _SMALL_LLAMA3),
     "llama3.2-1b": Counterpart("llama", _SMALL_LLAMA3),
@@ -94,8 +92,37 @@ COUNTERPARTS: dict[str, Counterpart] = {
     "seed-oss-36b": Counterpart("seed_oss"),
     "smollm3-3b": Counterpart("smollm3", {"nope_every": 2}),
     "granite3-8b": Counterpart("granite"),
+    "llama4-scout-17b-16e": Counterpart(
+        "llama4_text",
+        _SMALL_LLAMA4
+        | {
+            "qk_norm": "unit",
+            "rope_scaling": {"original_seq_len": 16, "factor": 4.0},
+            "moe": {"n_experts": 4, "d_ff": 12, "aux_loss": 0.0},
+        },
+    ),
+    "llama4-maverick-17b-128e": Counterpart(
+        "llama4_text", _SMALL_LLAMA4 | {"moe": {"n_experts": 4, "top_k": 2, "d_ff": 12, "aux_loss": 0.0}}
+    ),
+    "ministral-8b": Counterpart("ministral", {"window": 7, "n_layers": 5}),
+    "ministral3-8b": Counterpart(
+        "ministral3",
+        {"rope_scaling": {"original_seq_len": 8, "factor": 4.0}, "query_growth": {"length": 8}},
+    ),
     "granite4-micro": Counterpart("granitemoehybrid", {"positions": "none"}),
     "phi3-mini": Counterpart("phi3", {"window": 7}),
+    "phi4-14b": Counterpart(
+        "phi3",
+        {
+            "rope_scaling": {
+                "kind": "longrope",
+                "factor": 4.0,
+                "original_seq_len": 64,
+                "short": (1.0, 1.1, 1.3, 1.7),
+                "long": (1.0, 3.0, 7.0, 9.0),
+            }
+        },
+    ),
     "minimax-m2": Counterpart("minimax_m2", {"moe": _SMALL_EXPERTS}),
     "qwen3-next-80b-a3b": Counterpart("qwen3_next", {"n_layers": 4, "moe": _SMALL_EXPERTS, "delta": _SMALL_DELTA}),
     "qwen3.5-9b": Counterpart("qwen3_5_text", {"n_layers": 4, "delta": _SMALL_DELTA}),
@@ -142,7 +169,7 @@ def small_model(model: ModelConfig, fields: Mapping[str, Any]) -> ModelConfig:
         "vocab_size": 50,
         "seq_len": 24,
     } | fields
-    for part in ("moe", "mla", "delta", "rope_scaling"):
+    for part in ("moe", "mla", "delta", "rope_scaling", "query_growth"):
         if part in sizes:
             sizes[part] = replace(getattr(model, part), **sizes[part])
     return replace(model, **sizes)

@@ -40,8 +40,13 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "seq_len": (19,),
     "window": (0, 5),
     "full_every": (0, 1, 2, 3),
+    "window_pattern": ("", "full,window", "window,full,full"),
+    "window_kind": ("sliding", "chunks"),
+    "query_growth.rate": (0.0, 0.7),
+    "query_growth.length": (5,),
+    "query_growth.first": (0, 1),
     "attention": ("heads", "latent", "gated_heads", "delta", "delta,gated_heads"),
-    "feed_forward": ("dense", "experts"),
+    "feed_forward": ("dense", "experts", "dense,experts"),
     "norm": ("layernorm", "rmsnorm"),
     "norm_place": ("before", "after", "both"),
     "parallel_block": SWITCHES,
@@ -53,7 +58,7 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "activation": ("gelu", "gelu_tanh", "swiglu", "geglu", "swiglu_clamped"),
     "bias": SWITCHES,
     "qkv_bias": SWITCHES,
-    "qk_norm": ("none", "head", "width"),
+    "qk_norm": ("none", "head", "width", "unit"),
     "sinks": SWITCHES,
     "attention_scale": (0.0, 0.3),
     "attention_softcap": (0.0, 1.5),
@@ -78,6 +83,8 @@ VALUES: dict[str, tuple[Any, ...]] = {
             "beta_slow": (0.3,),
             "truncate": SWITCHES,
             "magnitude": (1.3,),
+            "short": ((1.0, 1.5, 2.0, 2.5),),
+            "long": ((1.0, 1.9, 2.9, 3.9),),
         }.items()
     },
     **{
@@ -97,6 +104,7 @@ VALUES: dict[str, tuple[Any, ...]] = {
             "z_loss": (0.1,),
             "router_bias": SWITCHES,
             "shared_gate": SWITCHES,
+            "scale_inputs": SWITCHES,
             "bias_balanced": SWITCHES,
             "bias_rate": (0.1,),
             "capacity": (1.5,),
@@ -119,13 +127,16 @@ TOLD = {"moe.capacity"}
 
 NAMED_BY: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(
-        (path for path in VALUES if path.startswith("rope_scaling.")), ("attention_scale", "rope_scaling.")
+        (path for path in VALUES if path.startswith("rope_scaling.")),
+        ("attention_scale", "rope_scaling.", "query_growth.length"),
     ),
     **dict.fromkeys(("rotary_fraction", "attention_scale"), ("rope_scaling.",)),
     "moe.n_experts": ("experts is 0",),
     "mla.kv_rank": ("kv_lora_rank is 0",),
     "mla.q_rank": ("q_lora_rank is 0",),
     "n_heads": ("n_kv_heads",),
+    "n_layers": ("moe_layers",),
+    "nope_every": ("query_growth.rate",),
 }
 """The fields that a refusal may name for another: one that depends on it, or theirs."""
 

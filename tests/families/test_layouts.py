@@ -25,12 +25,21 @@ CASES = {
     "qwen3-next-80b-a3b": ("dp_shard=2,tp=2,sp=true,ep=2,zero=3", "cp=2,pp=2", "cp=4,cp_ulysses=2,tp=2"),
     "granite3-8b": ("dp_shard=2,tp=2,sp=true", "pp=2,cp=2,recompute=full"),
     "kimi-k2": ("cp=2,tp=2,sp=true",),
+    "llama4-maverick-17b-128e window=2048": (
+        *("dp_shard=2,tp=2,sp=true,ep=2,zero=3", "cp=2,pp=2,recompute=products", "cp=2,cp_ulysses=2"),
+        "pp=2,pp_slices=2,schedule=terapipe",
+    ),
+    "llama4-scout-17b-16e window=2048": ("tp=2,ep=2,dp_shard=2,recompute=full",),
+    "ministral-8b window=2048": ("cp=2,tp=2,sp=true",),
+    "ministral3-8b": ("cp=2,pp=2",),
 }
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_layouts_equal_one_process(ranks, tmp_path: Path, name: str):
-    selection = select(load_words(overrides.parse([f"model={name}"])).job, lines=CASES[name])
+    preset, *words = name.split()
+    words = [f"model={preset}", *(f"model.{word}" for word in words)]
+    selection = select(load_words(overrides.parse(words)).job, lines=CASES[name])
     vocabulary = selection.compared.vocab_size
     for layout in selection.layouts:
         path = tmp_path / f"{layout.line()}.safetensors"

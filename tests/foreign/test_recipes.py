@@ -165,6 +165,48 @@ def test_what_does_not_follow_from_a_recipe_is_named(tmp_path, more, named):
     assert [each.name for each in theirs.unknown] == [named]
 
 
+ADAPTERS = """
+
+def adapters(scheme, **more):
+    if isinstance(scheme, PEFT):
+        return scheme
+    if scheme.lower() == "lora":
+        return LoRA(**more)
+    raise ValueError(scheme)
+
+
+def stages(several):
+    return [["decoder"] * each for each in several]
+
+
+def doubtful():
+    if somewhere.large():
+        return 8
+"""
+
+
+def test_adapters_and_methods_of_text(tmp_path):
+    more = "cfg.peft = adapters('LoRA')\n    cfg.peft.dim = 16\n    cfg.peft.target_modules = ['linear_qkv']"
+    theirs = file(tmp_path, "recipe.py", BRIDGE.replace("MORE", f"{more}\n    cfg.mixed_precision = 'fp8'") + ADAPTERS)
+    found = settings(theirs)
+    expected = {"model.lora.rank": "16", "model.lora.targets": "wq,wk,wv", "train.precision": "bf16"}
+    assert theirs.unknown == ()
+    assert {path: found.get(path) for path in expected} == expected
+    assert theirs.recipe["products"] == "fp8"
+
+
+def test_a_list_of_lists_is_followed(tmp_path):
+    more = "cfg.model.pipeline_model_parallel_size = 2\n    "
+    more += "cfg.model.pipeline_model_parallel_layout = stages([12, 20])"
+    theirs = file(tmp_path, "recipe.py", BRIDGE.replace("MORE", more) + ADAPTERS)
+    assert settings(theirs)["layout.pp_cut"] == "12+20"
+
+
+def test_what_a_function_may_return_is_not_known(tmp_path):
+    text = BRIDGE.replace("MORE", "cfg.model.context_parallel_size = doubtful()") + ADAPTERS
+    assert [each.name for each in file(tmp_path, "recipe.py", text).unknown] == ["model.context_parallel_size"]
+
+
 def test_a_recipe_is_never_executed(tmp_path):
     target = tmp_path / "made"
     more = f"__import__('os').system('touch {target}')\n    open({str(target)!r}, 'w').write('x')"

@@ -145,6 +145,15 @@ def test_a_pipeline_of_torchtitan(tmp_path):
     assert cut_of(2, 4, 1, 1) == ""  # a stage without a layer has no cut here
 
 
+def test_names_of_torchtitan_before_its_first_release(tmp_path):
+    text = TITAN.replace("[parallelism]", "[experimental]").replace("local_batch_size = 1", "batch_size = 32")
+    text = text.replace("[lr_scheduler]\nwarmup_steps = 200\n[training]", "[training]\nwarmup_steps = 200")
+    theirs = titan(tmp_path, axes="pipeline_parallel_degree = 4\npipeline_parallel_schedule = '1F1B'", text=text)
+    assert theirs.unknown == ()
+    found = {each.path: each.text for each in theirs.settings}
+    assert (found["layout.pp"], found["layout.micro_batch"], found["layout.accumulation"]) == ("4", "8", "4")
+
+
 def test_other_words_of_torchtitan(tmp_path):
     more = 'global_batch_size = 128\nenable_cpu_offload = true\ndtype = "bfloat16"'
     text = TITAN.replace('selective_ac_option = "op"', 'selective_ac_option = "2"')

@@ -25,7 +25,8 @@ def machine(
 
 def with_torch(found: CheckedMachine, **facts: Any) -> CheckedMachine:
     """Makes torch say these facts on a machine."""
-    known = {"version": "2.13.0", "cuda": None, "hip": None, "gloo": True, "nccl": False, "available": False}
+    known = {"version": "2.13.0", "gloo": True, "available": False, "kind": "cuda"}
+    known |= {"cuda": None, "hip": None, "xpu": None, "nccl": False, "xccl": False}
     found.torch._facts = {**known, "devices": [], "memory": [], "facts": {}, **facts}
     return found
 

@@ -372,7 +372,7 @@ def test_no_gpu(tmp_path):
 
 def test_a_job_for_gpus_without_one(tmp_path):
     found = with_torch(machine(tmp_path, env={"PATH": ""}, job="model=tiny cluster.device=cuda"))
-    assert "no GPU" in only(gpus(found), "ERROR").text
+    assert "0 CUDA devices" in only(gpus(found), "ERROR").text
 
 
 def test_gpus_without_nvidia_smi(tmp_path):

@@ -21,7 +21,7 @@ from phalanx.errors import ExtensionError
 from phalanx.model import seeding
 from phalanx.model.layers import Linear
 from phalanx.model.moe import GroupedLinear, Routing
-from phalanx.model.seeding import Noise, dropout, initial_value, initialise, initialise_part, normal
+from phalanx.model.seeding import Noise, dropout, initial_value, initialise, initialise_part, normal, perturbed
 from phalanx.model.transformer import Block, Transformer
 from phalanx.parallel.parameter_shards import ParameterShard
 from phalanx.partition.tensor_slices import TensorSlice
@@ -177,13 +177,13 @@ def test_every_kind_of_site_drops():
     sites: list[str] = []
 
     class Recorder(Noise):
-        def _keep(self, site: str, *rest, **more):
+        def _drawn(self, site: str, *rest, **more):
             sites.append(site)
-            return super()._keep(site, *rest, **more)
+            return super()._drawn(site, *rest, **more)
 
-    transformer(inputs, noise=Recorder(1, 2, (3,)))
+    transformer(inputs, noise=Recorder(1, 2, (3,), embeddings=0.1))
     block = ("attn.probabilities", "attn.residual", "mlp.residual")
-    assert sites == ["embed", *(f"blocks.{layer}.{site}" for layer in range(2) for site in block)]
+    assert sites == ["embed.noise", "embed", *(f"blocks.{layer}.{site}" for layer in range(2) for site in block)]
 
 
 def test_each_part_of_the_key_changes_the_mask():
@@ -217,6 +217,21 @@ def test_a_shard_of_the_heads_meets_its_part_of_the_mask():
         here = slice(2 * part, 2 * part + 2)
         shard = Noise(1, 2, (3, 4), heads=(part, 3)).dropout_heads(probabilities[:, here], 0.4, "a", n_heads=6)
         assert torch.equal(shard, whole[:, here])
+
+
+def test_noise_on_embeddings_is_uniform_and_the_same_in_every_type():
+    noise = Noise(1, 2, (3, 4), embeddings=0.25)
+    zeros = torch.zeros(2, 64, 32, dtype=torch.float64)
+    found = noise.perturbed(zeros)
+    assert 0.249 < found.abs().max() < 0.25
+    assert found.mean().abs() < 0.01
+    assert found.std().item() == pytest.approx(0.25 / 3**0.5, rel=0.02)
+    for dtype in (torch.float32, torch.bfloat16):
+        torch.testing.assert_close(noise.perturbed(zeros.to(dtype)), found.to(dtype))
+    places = torch.tensor([1, 5, 6])
+    part = replace(noise, places=places, seq_len=64).perturbed(zeros[:, :3])
+    assert torch.equal(part, found[:, places])
+    assert torch.equal(perturbed(zeros, None), zeros)
 
 
 @settings(max_examples=40)

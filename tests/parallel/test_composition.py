@@ -81,7 +81,10 @@ WINDOWED = [
 
 
 def job_of(model: ModelConfig, layout: Layout, global_batch: int = 12) -> Job:
+    # Models without dropout have noise on embeddings and smoothed labels.
     train = Train(global_batch=global_batch, precision="fp64")
+    if not model.dropout:
+        train = dataclasses.replace(train, label_smoothing=0.1, neftune_alpha=5)
     return Job(model=model, layout=layout, train=train, optimizer=Optimizer(clip=0.5))
 
 

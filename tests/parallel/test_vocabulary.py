@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -21,7 +22,7 @@ from phalanx.model.transformer import Transformer
 from phalanx.parallel.objective import Earlier, MicroTensors, Objective, PairFacts, PairLoss
 from phalanx.parallel.recompute import recompute
 from phalanx.parallel.stages import Stage
-from phalanx.parallel.vocabulary import ChunkedLoss, CrossEntropy
+from phalanx.parallel.vocabulary import ChunkedLoss, CrossEntropy, recomputed_loss
 from phalanx.partition.derived import Mode
 from phalanx.partition.tensor_slices import padded_vocabulary
 
@@ -47,7 +48,7 @@ def tensor_axis(ranks) -> Axis:
     return Axis("tp", ranks.world, ranks.rank, dist.distributed_c10d._get_default_group())
 
 
-def cut_loss(ranks, vocab: int, scale: float, dtype: torch.dtype, ignore_all: bool):
+def cut_loss(ranks, vocab: int, scale: float, dtype: torch.dtype, ignore_all: bool, smoothing: float = 0.0):
     """The loss on this rank and the gradient of three times it, with respect to this rank's logits."""
     axis = tensor_axis(ranks)
     logits, targets = inputs(vocab, scale)
@@ -56,27 +57,28 @@ def cut_loss(ranks, vocab: int, scale: float, dtype: torch.dtype, ignore_all: bo
     size = padded_vocabulary(vocab, ranks.world)
     padded = F.pad(logits, (0, size - vocab), value=50.0)  # what padding rows compute must not matter
     mine = padded.chunk(ranks.world, dim=-1)[ranks.rank].to(dtype).requires_grad_()
-    loss = CrossEntropy(axis, vocab)(mine * 1, targets).sum()  # whose logits are overwritten
+    loss = CrossEntropy(axis, vocab, smoothing=smoothing)(mine * 1, targets).sum()  # whose logits are overwritten
     (3 * loss).backward()
     assert mine.grad is not None
     return loss.detach(), mine.grad
 
 
-def reference(vocab: int, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+def reference(vocab: int, scale: float, smoothing: float) -> tuple[torch.Tensor, torch.Tensor]:
     logits, targets = inputs(vocab, scale)
     logits.requires_grad_()
-    loss = F.cross_entropy(logits.flatten(0, -2), targets.flatten(), ignore_index=IGNORE, reduction="sum")
+    criterion = torch.nn.CrossEntropyLoss(ignore_index=IGNORE, reduction="sum", label_smoothing=smoothing)
+    loss = criterion(logits.flatten(0, -2), targets.flatten())
     (3 * loss).backward()
     assert logits.grad is not None
     return loss.detach(), logits.grad
 
 
-@pytest.mark.parametrize("scale", [3.0, 1000.0])
+@pytest.mark.parametrize(("scale", "smoothing"), [(3.0, 0.0), (1000.0, 0.0), (3.0, 0.1)])
 @pytest.mark.parametrize(("vocab", "world"), [(11, 1), (8, 2), (11, 2), (13, 4), (5, 4), (2, 3), (1, 2)])
-def test_equals_torch(ranks, vocab, world, scale):
+def test_equals_torch(ranks, vocab, world, scale, smoothing):
     """Also where ranks have nothing but padding: 5 rows make 2, 2, 1 and none."""
-    expected_loss, expected = reference(vocab, scale)
-    results = ranks(cut_loss, world, vocab, scale, torch.float64, False)
+    expected_loss, expected = reference(vocab, scale, smoothing)
+    results = ranks(cut_loss, world, vocab, scale, torch.float64, False, smoothing)
     gradient = torch.cat([part for _, part in results], dim=-1)
     for loss, _ in results:
         torch.testing.assert_close(loss, expected_loss, rtol=1e-12, atol=1e-12)
@@ -85,16 +87,39 @@ def test_equals_torch(ranks, vocab, world, scale):
     assert (gradient[..., vocab:] == 0).all()
 
 
-def test_half_precision_adds_in_fp32(ranks):
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_half_precision_adds_in_fp32(ranks, smoothing):
     """The loss is that of the rounded logits, in fp32; the gradient has the logits' precision."""
     logits, targets = inputs(11)
+    rounded = logits.bfloat16().float().requires_grad_()
     expected = F.cross_entropy(
-        logits.bfloat16().float().flatten(0, -2), targets.flatten(), ignore_index=IGNORE, reduction="sum"
+        rounded.flatten(0, -2), targets.flatten(), None, None, IGNORE, None, "sum", label_smoothing=smoothing
     )
-    for loss, gradient in ranks(cut_loss, 2, 11, 3.0, torch.bfloat16, False):
+    (slopes,) = torch.autograd.grad(3 * expected, rounded)
+    results = ranks(cut_loss, 2, 11, 3.0, torch.bfloat16, False, smoothing)
+    for loss, gradient in results:
         assert loss.dtype == torch.float32
         assert gradient.dtype == torch.bfloat16
         torch.testing.assert_close(loss, expected, rtol=1e-5, atol=0)
+    gradient = torch.cat([part for _, part in results], dim=-1)[..., :11].float()
+    torch.testing.assert_close(gradient, slopes, rtol=8e-3, atol=1e-5)  # two roundings: of the slope, of its factor
+
+
+def test_a_validation_has_no_label_smoothing():
+    logits, targets = inputs(11)
+    loss = CrossEntropy(Axis("tp"), 11, smoothing=0.5)
+    x, weight = torch.randn(15, 6, dtype=torch.float64), torch.randn(11, 6, dtype=torch.float64)
+    with torch.no_grad():
+        torch.testing.assert_close(
+            loss(logits * 1, targets).flatten(),
+            F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none"),
+        )
+        plain = F.cross_entropy(x @ weight.t(), targets.flatten(), reduction="none")
+        for found in (
+            ChunkedLoss(loss, 4)(x, F.linear, weight, targets.flatten(), shared=False),
+            recomputed_loss(x, F.linear, weight, targets.flatten(), loss, 4),
+        ):
+            torch.testing.assert_close(found, plain)
 
 
 class Moved(TorchDispatchMode):
@@ -149,8 +174,9 @@ def test_a_likely_target_has_a_gradient_with_all_its_digits():
 VOCAB, WIDTH, CAP = 11, 6, 2.5
 
 
-def chunked_losses(ranks, chunk: int, cap: float, frozen: bool, micros: int):
-    """The losses and gradients of micro-batches whose backward passes come after all forward passes."""
+def chunked_losses(ranks, chunk: int, cap: float, smoothing: float, frozen: bool, micros: int, again: bool = False):
+    """The losses and gradients of micro-batches whose backward passes come after all forward passes; with `again` of
+    logits that are computed twice."""
     axis, generator = tensor_axis(ranks), torch.Generator().manual_seed(1)
     size = padded_vocabulary(VOCAB, ranks.world)
     x = torch.randn(micros, 15, WIDTH, generator=generator, dtype=torch.float64).requires_grad_()
@@ -158,8 +184,13 @@ def chunked_losses(ranks, chunk: int, cap: float, frozen: bool, micros: int):
     targets = torch.randint(VOCAB, (micros, 15), generator=generator)
     targets[0, 3:9] = IGNORE
     rows = F.pad(weight, (0, 0, 0, size - VOCAB)).chunk(ranks.world)[ranks.rank].clone().requires_grad_(not frozen)
-    how = ChunkedLoss(CrossEntropy(axis, VOCAB, cap), chunk)
-    losses = [how(x[m], F.linear, rows, targets[m], shared=True).sum() for m in range(micros)]
+    loss = CrossEntropy(axis, VOCAB, cap, smoothing)
+    how = (
+        partial(ChunkedLoss(loss, chunk), shared=True)
+        if not again
+        else partial(recomputed_loss, loss=loss, chunk=chunk)
+    )
+    losses = [how(x[m], F.linear, rows, targets[m]).sum() for m in range(micros)]
     arrived = []
     for loss in losses:
         (0.3 * loss).backward()
@@ -167,7 +198,8 @@ def chunked_losses(ranks, chunk: int, cap: float, frozen: bool, micros: int):
     whole, matrix = x.detach().clone().requires_grad_(), weight.clone().requires_grad_()
     logits = whole @ matrix.t()
     logits = torch.tanh(logits / cap) * cap if cap else logits
-    expected = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORE, reduction="sum")
+    criterion = torch.nn.CrossEntropyLoss(ignore_index=IGNORE, reduction="sum", label_smoothing=smoothing)
+    expected = criterion(logits.flatten(0, 1), targets.flatten())
     (0.3 * expected).backward()
     assert x.grad is not None
     assert matrix.grad is not None
@@ -182,14 +214,19 @@ def chunked_losses(ranks, chunk: int, cap: float, frozen: bool, micros: int):
 
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("chunk", [1, 4, 15, 99])
-@pytest.mark.parametrize("cap", [0.0, CAP])
-def test_chunks_have_the_gradients_of_the_whole(ranks, world, chunk, cap):
+@pytest.mark.parametrize(("cap", "smoothing"), [(0.0, 0.0), (CAP, 0.0), (CAP, 0.2)])
+def test_chunks_have_the_gradients_of_the_whole(ranks, world, chunk, cap, smoothing):
     """Micro-batches that wait for their backward pass have one gradient of the matrix, which comes with the last."""
-    assert ranks(chunked_losses, world, chunk, cap, False, 3) == [[False, False, True]] * world
+    assert ranks(chunked_losses, world, chunk, cap, smoothing, False, 3) == [[False, False, True]] * world
 
 
 def test_the_losses_of_a_frozen_head_have_factors_of_their_own(ranks):
-    assert ranks(chunked_losses, 2, 4, CAP, True, 2) == [[False, False]] * 2
+    assert ranks(chunked_losses, 2, 4, CAP, 0.1, True, 2) == [[False, False]] * 2
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.2])
+def test_logits_that_are_computed_again_have_the_same_gradients(ranks, smoothing):
+    assert ranks(chunked_losses, 3, 4, CAP, smoothing, False, 2, True) == [[True, True]] * 3
 
 
 def test_a_dropped_loss_leaves_nothing_behind():

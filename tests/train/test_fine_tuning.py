@@ -21,10 +21,11 @@ from exchange.folders import LLAMA, write_folder, write_tensors
 from phalanx.check.job import problems_of
 from phalanx.check.load import load_words
 from phalanx.checkpoint.consolidated import open_source
+from phalanx.checkpoint.manifest import job_of
 from phalanx.config import overrides
 from phalanx.config.cluster import Cluster
 from phalanx.config.clusters import cluster_of
-from phalanx.config.job import IGNORE, Checkpoint, Data, Job, Optimizer, RunOptions, Train
+from phalanx.config.job import IGNORE, Checkpoint, Data, DpoOptions, Job, Optimizer, RunOptions, Train
 from phalanx.config.layout import Layout
 from phalanx.config.layout_line import parse
 from phalanx.config.model import LoRA, ModelConfig, MoE
@@ -36,6 +37,7 @@ from phalanx.data.tokenizer import ByteTokenizer, Tokenizer
 from phalanx.errors import CheckpointError, DataError, JobError
 from phalanx.exchange.export import export
 from phalanx.exchange.import_run import import_folder
+from phalanx.model.transformer import Transformer
 from phalanx.parallel import mesh as meshes
 from phalanx.partition import derived as batch
 from phalanx.partition.cut import stages_of
@@ -45,7 +47,7 @@ from phalanx.train import start
 from phalanx.train.run_directory import REFERENCE, RunDirectory
 from phalanx.train.start import keep_small_files, notices, open_start, vocabulary_of
 from phalanx.train.step import Stepper
-from train.runs import change, losses, require_same_weights, rows, stop, train, weights
+from train.runs import change, losses, require_same_weights, resumes_bit_by_bit, rows, stop, train, weights
 
 # Fine-tuning on conversations: any layout makes the curve of one process, and a run goes on bit for bit.
 
@@ -150,6 +152,20 @@ def test_a_run_goes_on_bit_for_bit_and_not_with_other_packing(ranks, chat):
     ranks(train, 1, resumed)
     assert curve(resumed) == curve(chat)
     require_same_weights(resumed, chat)
+
+
+def test_packed_documents_make_the_curve_of_one_process_and_go_on_bit_for_bit(ranks, tmp_path):
+    lines = [f"{'la ' * (n * 7 % 29)}{n}" for n in range(300)]
+    (tmp_path / "lines.txt").write_text("\n".join(lines))
+    job = fine_tuning(tmp_path)
+    data = replace(job.data, corpus="text", path=str(tmp_path / "lines.txt"), tokenizer="byte", template="tokenizer")
+    job = replace(job, data=data)
+    assert problems_of(job) == []
+    resumes_bit_by_bit(ranks, job, 2)
+    assert 0 < rows(job, "step")[0]["padding"] < 0.2
+    other = change(replace(job, layout=parse("pp=2,cp=2,micro_batch=1")), "run", name="other")
+    ranks(train, 4, other)
+    assert curve(other) == pytest.approx(curve(job), rel=1e-9)
 
 
 def test_the_loss_is_the_mean_over_the_answers_of_the_step(ranks, chat):
@@ -301,8 +317,73 @@ def predicted(job) -> dict:
     model = dataclasses.replace(job.model, vocab_size=len(weights(job)["embed.weight"]))
     equation = batch.solve(job.train.global_batch, job.layout)
     return step_traffic(
-        model, job.layout, equation, precision=job.train.precision, stages=stages(model, job.layout) or None, pairs=True
+        *(model, job.layout, equation),
+        precision=job.train.precision,
+        stages=stages(model, job.layout) or None,
+        compared="pairs",
     )
+
+
+REWARD_LAYOUTS = [
+    "dp_shard=2,tp=2,sp=true",
+    "dp_replicate=2,cp=2",
+    "pp=2,micro_batch=2,schedule=terapipe,pp_slices=2,cp=2",
+]
+
+
+def test_a_reward_model_learns_alike_in_any_layout_and_is_that_of_transformers(ranks, preferences, tmp_path):
+    """It starts from a language model whose head it does not take."""
+    preferences = change(preferences, "model", norm="rmsnorm", activation="swiglu", bias=False)
+    ranks(train, 1, preferences)
+    start = str(Path(preferences.run.dir) / preferences.run.name)
+    Path(start, "config.yaml").write_text("{}\n")
+    job = change(change(preferences, "model", reward=True, tied=False, from_=start), "run", name="reward")
+    assert not problems_of(job)
+    ranks(train, 1, job)
+    assert 0 <= rows(job, "validation")[-1]["val_reward_accuracy"] <= 1
+    assert weights(job)["head.weight"].shape == (1, SMALL.d_model)
+    expected = pair_curve(job)
+    for line in REWARD_LAYOUTS:
+        layout = parse(line)
+        other = change(dataclasses.replace(job, layout=layout), "run", name=f"reward-{line}")
+        assert not problems_of(other)
+        summary = ranks(train, layout.processes, other)[0]
+        assert pair_curve(other) == pytest.approx(expected, rel=1e-9, abs=1e-12), line
+        assert summary["traffic_bytes"] == predicted(other), line
+
+    run, folder, again = Path(job.run.dir) / "reward", tmp_path / "hf", tmp_path / "again"
+    with open_source(run) as source:
+        assert export(source, folder).reward
+    import_folder([folder], again)
+    transformers = pytest.importorskip("transformers")
+    theirs = transformers.AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float64)
+    assert theirs.config.num_labels == 1
+    data = open_split(prepare(job.data), "train", SMALL.seq_len, job.data, scored=True)
+    micro = data.micro_batch(np.arange(4), np.arange(4))
+    for path in (run, again):
+        with open_source(path) as source:
+            model = Transformer(job_of(source.manifest).model, len(weights(job)["embed.weight"])).double()
+            for name, parameter in model.named_parameters():
+                parameter.detach().copy_(source.read(name))
+        for tokens, targets in zip(micro.tokens, micro.targets, strict=True):
+            [last] = np.flatnonzero(targets == 0)
+            text = torch.from_numpy(tokens[None, : last + 1])
+            torch.testing.assert_close(model(text)[:, -1].detach(), theirs(text).logits.detach(), rtol=1e-6, atol=1e-8)
+
+
+@pytest.mark.parametrize(
+    ("section", "values", "path"),
+    [
+        ("data", {"corpus": "stdlib", "path": "", "template": "tokenizer"}, "data.corpus"),
+        ("model", {"tied": True}, "model.tied"),
+        ("model", {"lora": LoRA(rank=2)}, "model.lora.rank"),
+        ("layout", {"loss_chunk": 9}, "layout.loss_chunk"),
+        ("train", {"dpo": DpoOptions(beta=0.5)}, "train.dpo.beta"),
+    ],
+)
+def test_what_does_not_suit_a_reward_model_is_refused(preferences, section, values, path):
+    job = change(preferences, "model", reward=True, tied=False)
+    assert path in dict(problems_of(change(job, section, **values)))
 
 
 def test_a_run_goes_on_with_the_same_reference(ranks, preferences):

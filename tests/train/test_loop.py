@@ -25,6 +25,7 @@ from phalanx.errors import CheckpointError, JobError, NotFiniteError
 from phalanx.launch.ranks import SINGLE
 from phalanx.parallel.mesh import build
 from phalanx.parallel.parameter_shards import wholes
+from phalanx.partition.ramp import ramp_of
 from phalanx.train import loop
 from phalanx.train.learning_rate import at_step, end_of, peak, resumed_end
 from phalanx.train.metrics import Meter, line
@@ -122,6 +123,26 @@ def test_resuming_on_another_layout_continues_the_same_curve(ranks, job, layouts
     if any(layout.pp > 1 for layout in layouts):
         job = change(job, "model", n_layers=8)  # for two stages on each of four ranks
     moves_between(ranks, job, layouts)
+
+
+@pytest.mark.parametrize(
+    "layouts",
+    [
+        (Layout(dp_replicate=2), Layout(pp=2, micro_batch=1), Layout(cp=2, accumulation=2)),
+        (Layout(), Layout(dp_shard=2, tp=2, sp=True), Layout(pp=2, schedule="zb_h1", micro_batch=1)),
+    ],
+    ids=lambda layouts: " then ".join(each.line() for each in layouts),
+)
+def test_ramps_go_on_in_any_layout(ranks, job, layouts):
+    """The layout changes within both ramps, and after them."""
+    job = change(change(job, "train", batch_ramp="3*4+1*8", seq_ramp="1*4+4*8"), "model", dropout=0.1)
+    job = change(job, "data", readers=1)
+    moves_between(ranks, job, layouts)
+    sizes, (start, *_) = [4, 4, 4, 8, 12, 12], rows(job, "start")
+    assert start["step"] == 0
+    steps = rows(job, "step")
+    assert [row["tps_total"] * row["step_time_s"] / 16 for row in steps] == pytest.approx(sizes)
+    assert ramp_of(job).samples(6) == sum(sizes)
 
 
 def test_the_loss_falls_on_text(ranks, job, tmp_path):

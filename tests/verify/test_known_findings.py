@@ -32,10 +32,10 @@ class Finding(NamedTuple):
 FINDINGS = (
     Finding(
         "Megatron-LM 7452.1",
-        "Label smoothing was over each tensor rank's part of the vocabulary; ours is that of preferences.",
+        "Label smoothing was over each tensor rank's part of the vocabulary.",
         "llama",
-        ("tp=2", "tp=2,cp=2"),
-        "data.corpus=preferences data.path=pairs.jsonl train.dpo.label_smoothing=0.1",
+        ("tp=2", "tp=2,cp=2", "tp=2,loss_chunk=24,accumulation=2", "tp=2,tiles=2,tile=head,dp_shard=2"),
+        "train.label_smoothing=0.1",
     ),
     Finding(
         "Megatron-LM 7452.2",

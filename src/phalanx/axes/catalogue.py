@@ -98,8 +98,8 @@ def _outside(job: Job) -> Iterator[Problem]:
     if job.model.lora.rank:
         yield "model.lora.rank", f"{own} averages all parameters, and most are frozen; nearest legal: lora.rank=0"
     for other, technique in techniques_of(job).items():
-        if other == "preference" and technique.is_on(job):
-            yield at, "the loss of pairs needs replicas that sum gradients; nearest legal: size 1"
+        if other in ("preference", "policy") and technique.is_on(job):
+            yield at, "a loss that compares sequences needs replicas that sum gradients; nearest legal: size 1"
     for path in ("train.eval_every", "checkpoint.every"):
         if (every := get(job, path)) % (steps := period(layout)):
             nearest = -(-every // steps) * steps

@@ -158,7 +158,8 @@ def attention(place: Place) -> Iterator[Operator]:
     # Ranks that share the heads hold copies if there are fewer key heads.
     spread = max(model.kv_heads, place.tp * place.ulysses) * model.head_size
     # Norms of heads and rotary positions; with Ulysses the exchange saves its own results.
-    again = model.qk_norm == "head" and place.ulysses == 1
+    normed = model.qk_norm != "none" and (model.qk_norm != "unit" or model.positions == "rope")
+    again = normed and model.qk_norm != "width" and place.ulysses == 1
     if model.sinks:
         yield Operator("sinks", (ROWS._replace(name="attn.sinks", shape=(model.n_heads,)),))
     yield Operator(
@@ -184,9 +185,9 @@ def attention(place: Place) -> Iterator[Operator]:
         results=(SavedTensor("wq, wv", (queries + model.kv_heads * model.v_head_size) * width, "width"),),
         messages=tuple(enter(place, regather=bool(read))),
     )
-    if model.qk_norm != "none":
+    if normed:
         yield _query_key_norm(place)
-    yield _core(place, max(1, model.kv_heads // place.tp), turns_again=model.qk_norm == "head")
+    yield _core(place, max(1, model.kv_heads // place.tp), turns_again=normed and model.qk_norm != "width")
     yield _output(place)
 
 
@@ -388,14 +389,19 @@ def _query_key_norm(place: Place) -> Operator:
             *norm_weights(model, "attn.k_norm", keys, ROWS._replace(unit=model.head_size)),
         )
     else:
-        weights = tuple(
-            weight
-            for name in ("attn.q_norm", "attn.k_norm")
-            for weight in norm_weights(model, name, model.head_size, PARTIAL)
+        weights = (
+            ()
+            if model.qk_norm == "unit"
+            else tuple(
+                weight
+                for name in ("attn.q_norm", "attn.k_norm")
+                for weight in norm_weights(model, name, model.head_size, PARTIAL)
+            )
         )
     numbers, kernels = place.tokens * (queries + spread) // place.tp, 2 * norm_kernels(model)
     # Tensor ranks that sum squares have a norm of their own, which saves what it reads (parallel/tensor.py).
-    saved = (queries + spread) * place.width if wide and place.tp > 1 else norm_saved(place, queries + spread)
+    alone = (wide and place.tp > 1) or model.qk_norm == "unit"  # nor has one without weights their gradient
+    saved = (queries + spread) * place.width if alone else norm_saved(place, queries + spread)
     sums = Message("tp", "all_reduce", SQUARES * place.tokens, "wide", forward=1, full=1, backward=1)
     return Operator(
         "qk_norm",
@@ -425,6 +431,9 @@ def _core(place: Place, kv_heads: int, *memory_bound: MemoryBound, turns_again: 
     if model.positions == "rope":
         turned = 2 * place.tokens * (heads + kv_heads) * model.rotary_size
         work.append(MemoryBound("rotary", turned, turned, ROTARY_KERNELS, cheap=turns_again))
+    elif model.query_growth.rate:
+        grown = 2 * place.tokens * heads * model.head_size
+        work.append(MemoryBound("growth", grown, grown, cheap=turns_again))
     steps = _steps(place)
     if steps > 1:
         # Each step's output and log-sum-exp, in fp32, are merged with those so far.
@@ -466,10 +475,13 @@ def _queries(place: Place) -> int:
 def _pairs(place: Place) -> int:
     """Returns the (query, key) pairs per head and sequence, without halving for the causal mask: without a window each
     query with all keys, with one each query with the `window` keys up to its own and as many after it, as far as they
-    exist. On a ring the count is that of the position with the most, the last, which has the middle of the sequence."""
+    exist, and in chunks with those of its own, also where the last one is filled up. On a ring the count is that of the
+    position with the most, the last, which has the middle of the sequence, chunks being windows."""
     seq_len, window = place.model.seq_len, place.window
     if not window:
         return _queries(place) * seq_len
+    if place.model.window_kind == "chunks" and place.ring == 1:
+        return -(-(-(-seq_len // window) * window**2) // place.ulysses)
     middle, chunk = seq_len // 2, seq_len // (2 * place.ring)
     run = range(seq_len) if place.ring == 1 else range(middle - chunk, middle + chunk)
     # The mirrored mask has as many pairs; both include those of queries with their own keys.

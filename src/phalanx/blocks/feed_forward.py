@@ -155,7 +155,9 @@ def experts(place: Place) -> Iterator[Operator]:
     hidden = hidden_saved(place, "experts", arrived * model.expert_ff_size)
     yield replace(_in_mixture(down, moe.n_experts), saved=(hidden,), results=down_result(place))
     combined = (
-        () if place.profile.weights_inside else (SavedTensor("combine", rows * inside.model.d_model * width, spread),)
+        ()
+        if place.profile.weights_inside or moe.scale_inputs
+        else (SavedTensor("combine", rows * inside.model.d_model * width, spread),)
     )
     work = MemoryBound("combine", row + token, 3 * row)
     yield _moving(place, work, rows, *combined).sending(*leave(place, again=needs_sum(model)))
@@ -215,8 +217,10 @@ def _router(place: Place, spread: Spread) -> Operator:
     tokens = place.tokens // place.routed_share
     routed = 8 * tokens * moe.n_experts
     # Shared experts read the same input.
-    reads = not model.lora.rank or (
-        moe.n_shared and saved_input(place, "feed_forward", "moe.shared.up", "moe.shared.gate")
+    reads = (
+        not model.lora.rank
+        or moe.scale_inputs
+        or (moe.n_shared and saved_input(place, "feed_forward", "moe.shared.up", "moe.shared.gate"))
     )
     read = model.d_model * place.width if reads else 0
     gates = moe.top_k * (INDEX + (WIDE if moe.renormalise else 0)) + (2 * WIDE if moe.renormalise else 0)

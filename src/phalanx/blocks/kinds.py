@@ -190,6 +190,12 @@ def expert_problems(model: ModelConfig) -> Iterator[tuple[str, str]]:
             "with top_k 1 the gate is always 1 and the router gets no gradient from the loss; nearest legal: "
             "renormalise=false",
         )
+    if moe.scale_inputs and model.bias:
+        yield (
+            "model.moe.scale_inputs",
+            "experts with biases return something for inputs of zeros, as dropped choices have; nearest legal: "
+            "bias=false, or scale_inputs=false",
+        )
     if moe.bias_balanced and not moe.bias_rate:
         yield "model.moe.bias_rate", f"must be above 0 with bias_balanced, is {moe.bias_rate}"
     if moe.n_dense_layers > n_layers:

@@ -15,7 +15,7 @@ from typing import Literal
 
 from phalanx.blocks.kinds import BlockKind, block, block_kinds
 from phalanx.blocks.operator import Place, Weight, is_expert
-from phalanx.blocks.residual import by_layer, embedding_weights, head_weights
+from phalanx.blocks.residual import by_layer, embedding_weights, head_rows, head_weights
 from phalanx.config.model import ModelConfig
 from phalanx.errors import JobError
 
@@ -228,4 +228,4 @@ def _scan_flops(model: ModelConfig, kind: BlockKind) -> int:
 
 def head_flops_per_token(model: ModelConfig, vocab_size: int | None = None) -> int:
     """Returns the forward FLOPs per token of the head, tied or not."""
-    return 2 * model.d_model * vocabulary(model, vocab_size)
+    return 2 * model.d_model * head_rows(model, vocabulary(model, vocab_size))

@@ -267,6 +267,11 @@ EMBEDDING_KERNELS, LOSS_KERNELS = 3, 20
 LOSS_NUMBERS = 3
 
 
+def head_rows(model: ModelConfig, vocabulary: int) -> int:
+    """Returns the rows of the head's matrix: one for each token of the vocabulary, or one in a reward model."""
+    return 1 if model.reward else vocabulary
+
+
 def embedding(place: Place, vocabulary: int) -> Operator:
     """Returns the look-up of a token's row and its sum with the position; `vocabulary` is the number of tokens in
     it."""
@@ -295,7 +300,7 @@ def head(place: Place, vocabulary: int) -> Iterator[Operator]:
         ),
         messages=tuple(enter(place)),
     )
-    matrix = _table("head.weight", model, vocabulary)
+    matrix = _table("head.weight", model, head_rows(model, vocabulary))
     yield Operator("head", frozen(model, (matrix,)), place.tokens, sixteen=True)
     logits = place.tokens * matrix.part(place.tp)
     if model.logit_softcap:
@@ -303,7 +308,9 @@ def head(place: Place, vocabulary: int) -> Iterator[Operator]:
     yield Operator(
         "loss",
         memory_bound=(MemoryBound("loss", 8 * logits, 6 * logits, LOSS_KERNELS),),
-        messages=(Message("tp", "all_reduce", LOSS_NUMBERS * place.tokens, "wide", forward=1),),
+        messages=(
+            Message("tp", "all_reduce", (1 if model.reward else LOSS_NUMBERS) * place.tokens, "wide", forward=1),
+        ),
     )
 
 
@@ -373,7 +380,7 @@ def embedding_weights(model: ModelConfig, vocabulary: int) -> tuple[Weight, ...]
 def head_weights(model: ModelConfig, vocabulary: int) -> tuple[Weight, ...]:
     """Returns the weights of the last stage. A tied head has no weight of its own."""
     norm = norm_weights(model, "final_norm", model.d_model)
-    head = () if model.tied else (_table("head.weight", model, vocabulary),)
+    head = () if model.tied else (_table("head.weight", model, head_rows(model, vocabulary)),)
     return frozen(model, (*norm, *head))
 
 

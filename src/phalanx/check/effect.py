@@ -30,8 +30,10 @@ _SCALED = above("model.rope_scaling.factor", 1, "stretched rotary positions: ")
 _STRETCHED = {
     "low_freq_factor": ("llama3",),
     "high_freq_factor": ("llama3",),
-    "original_seq_len": ("llama3", "yarn"),
-    **dict.fromkeys(("beta_fast", "beta_slow", "truncate", "magnitude"), ("yarn",)),
+    "original_seq_len": ("llama3", "yarn", "longrope"),
+    "magnitude": ("yarn", "longrope"),
+    **dict.fromkeys(("beta_fast", "beta_slow", "truncate"), ("yarn",)),
+    **dict.fromkeys(("short", "long"), ("longrope",)),
 }
 """Fields of model.rope_scaling with the kinds that use them."""
 _ROTARY: Condition = (
@@ -40,9 +42,9 @@ _ROTARY: Condition = (
 )
 _ROWS: Condition = (
     lambda job: CORPORA[job.data.corpus].rows is not None,
-    "is for conversations: data.corpus=chat or preferences",
+    "is for conversations: data.corpus=chat, preferences or prompts",
 )
-_OF_ROWS = ("template", "template_date", "loss_on", "packing", "too_long", "columns", "ignore_keys")
+_OF_ROWS = ("template", "template_date", "loss_on", "too_long", "columns", "ignore_keys")
 _PIPELINE = above("layout.pp", 1, "a pipeline: ", auto=True)
 _GATHERED: Condition = (
     lambda job: (job.layout.zero == 3 and job.layout.shard_ranks > 1) or job.layout.auto,
@@ -132,6 +134,8 @@ CONDITIONS: dict[str, Condition] = {
     "model.rope_theta": _ROTARY,
     "model.rotary_fraction": _ROTARY,
     "model.nope_every": _ROTARY,
+    "model.window_kind": above("model.window"),
+    **{f"model.query_growth.{name}": above("model.query_growth.rate") for name in ("length", "first")},
     "layout.zero": (
         lambda job: job.layout.shard_ranks > 1 or job.layout.auto,
         "is for state that ranks share: layout.dp_shard or layout.cp above 1",
@@ -158,6 +162,7 @@ CONDITIONS: dict[str, Condition] = {
     "run.restart_window_s": above("run.max_restarts"),
     "run.rdzv_endpoint": _NODES,
     "run.node_lost_s": _NODES,
+    "run.metrics_host": above("run.metrics_port"),
     "run.trackers_wait_s": (lambda job: job.run.trackers, "is for run.trackers"),
     "optimizer.decay_fraction": is_one_of("optimizer.schedule", "wsd"),
     "optimizer.rounding": _IN_BF16,
@@ -178,7 +183,7 @@ CONDITIONS: dict[str, Condition] = {
     "data.random_tokens": _RANDOM,
     "data.random_vocab": _RANDOM,
     "data.tokenizer": _TEXT,
-    **{f"data.{name}": _TEXT for name in ("workers", "limit_mb")},
+    **{f"data.{name}": _TEXT for name in ("workers", "limit_mb", "packing")},
     "data.skip_quota": is_one_of("data.on_corruption", "skip"),
     "train.eval_every": above("train.eval_samples"),
     "data.bpe_vocab": (

@@ -13,6 +13,8 @@ from phalanx.axes.tensor import tensor_problems
 from phalanx.blocks.kinds import attention_models
 from phalanx.check.layout import layout_problems
 from phalanx.check.model import model_problems, size_problems, unusable_kinds
+from phalanx.config.cluster import DEVICE_TYPES, DEVICE_WORDS, Cluster
+from phalanx.config.clusters import ACCELERATORS, maker_of
 from phalanx.config.corpora import CORPORA, TOKENIZERS, number_of, vocabulary_of
 from phalanx.config.fields import constraints, get, replace
 from phalanx.config.job import MOST_STEPS, Data, Job, RunOptions
@@ -20,9 +22,10 @@ from phalanx.config.model import ModelConfig
 from phalanx.config.presets import states_no_rows
 from phalanx.config.trackers import TRACKERS
 from phalanx.errors import JobError
-from phalanx.nearest import Misfit, did_you_mean, divisors, misfit, multiples, nearest_divisors
+from phalanx.nearest import Misfit, did_you_mean, divisors, misfit, multiples, nearest_divisors, nearest_of
 from phalanx.optimizers.catalogue import OPTIMIZERS, entry_of, extra_options, unread
-from phalanx.partition.derived import overlaps
+from phalanx.partition.derived import overlaps, stashes
+from phalanx.partition.ramp import phase_jobs, runs
 from phalanx.techniques.catalogue import technique_problems
 from phalanx.techniques.technique import Problem
 
@@ -157,20 +160,64 @@ def problems_of(job: Job) -> list[Problem]:
         *_model(job.model),
         *((*tensor_problems(job), *added_problems(job)) if job.layout.auto else _whole_layout(job)),
         *technique_problems(job),
+        *ramp_problems(job),
         *_data(job),
         *_vocabulary(job),
         *profile_problems(job),
         *_checkpoint(job),
         *_optimizer(job),
+        *_device(job.cluster),
         *_run(job.run),
         *_nodes(job),
     ]
+
+
+def ramp_problems(job: Job) -> Iterator[Problem]:
+    """Yields what ramps cannot be combined with, whatever the planner chooses."""
+    train, seq_len = job.train, job.model.seq_len
+    for path in ("batch_ramp", "seq_ramp"):
+        if (found := runs(getattr(train, path))) and found[-1][0] >= train.steps:
+            yield (
+                f"train.{path}",
+                f"has {found[-1][0]} steps, train.steps is {train.steps}: no step is whole; nearest legal: "
+                f"train.steps={found[-1][0] + 1}",
+            )
+    for _, length in runs(train.seq_ramp):
+        if seq_len % length:
+            near = nearest_of(divisors(seq_len), length)
+            yield "train.seq_ramp", f"model.seq_len {seq_len} / {length} is not an integer; nearest legal: {near}"
+    if train.seq_ramp and (CORPORA[job.data.corpus].rows is not None or job.data.packing):
+        yield "train.seq_ramp", "would cut conversations and packed documents; nearest legal: leave it out"
+    if not (train.batch_ramp or train.seq_ramp):
+        return
+    path = "train.batch_ramp" if train.batch_ramp else "train.seq_ramp"
+    if reason := unguarded(job):
+        yield path, f"needs steps that all ranks take together, and {reason}; nearest legal: leave it out"
+    elif stashes(job.layout):
+        yield path, f"schedule={job.layout.schedule} updates per micro-batch; nearest legal: schedule=1f1b"
+
+
+def _phases(job: Job) -> Iterator[Problem]:
+    """Yields the problems of a layout with the sizes of a ramp's phases, that it has not with whole steps."""
+    train = job.train
+    if any(job.model.seq_len % length for _, length in runs(train.seq_ramp)):
+        train = dataclasses.replace(train, seq_ramp="")
+    if not (train.batch_ramp or train.seq_ramp) or any(layout_problems(job)):
+        return
+    said = set[str]()
+    for words, phase in phase_jobs(dataclasses.replace(job, train=train)):
+        for _, problem in layout_problems(phase):
+            path = "train.seq_ramp" if phase.train.global_batch == train.global_batch else "train.batch_ramp"
+            if problem not in said:
+                yield path, f"{words}: {problem}"
+            said.add(problem)
 
 
 def _whole_layout(job: Job) -> Iterator[Problem]:
     """Yields problems that depend on the whole layout, and so wait for the planner's choice."""
     yield from layout_problems(job)
     yield from guard_problems(job)
+    yield from _phases(job)
 
 
 def out_of_range(config: Any, prefix: str = "") -> Iterator[Problem]:
@@ -242,6 +289,12 @@ def _sources(data: Data) -> Iterator[Problem]:
         yield from entry.rules(data)
     if data.tokenizer in TOKENIZERS:
         yield from TOKENIZERS[data.tokenizer].rules(data)
+    if data.packing and not data.document_mask and entry is not None and entry.tokens is None:
+        yield (
+            "data.packing",
+            f"{'documents' if entry.rows is None else 'conversations'} that share a sample would attend to each other; "
+            "nearest legal: document_mask=true, or packing=false",
+        )
     if data.document_mask and entry is not None and entry.tokens is not None:
         yield (
             "data.document_mask",
@@ -262,11 +315,9 @@ def _data(job: Job) -> Iterator[Problem]:
             "learned positions count through the sample, so the conversations after the first would begin at other "
             "positions than alone; nearest legal: packing=false, or positions=rope",
         )
-    if corpus.rows is not None and job.data.on_corruption == "skip":
-        yield (
-            "data.on_corruption",
-            f"skip replaces samples of a text; corpus {job.data.corpus} has conversations; nearest legal: stop",
-        )
+    if (corpus.rows is not None or job.data.packing) and job.data.on_corruption == "skip":
+        what = f"corpus {job.data.corpus} has conversations" if corpus.rows is not None else "documents are packed"
+        yield "data.on_corruption", f"skip replaces samples of a text; {what}; nearest legal: stop"
     if corpus.tokens is not None and 0 < job.model.vocab_size < (vocab := number_of(corpus.vocab, job.data)):
         yield (
             f"data.{corpus.vocab if isinstance(corpus.vocab, str) else 'corpus'}",
@@ -312,6 +363,14 @@ def _checkpoint(job: Job) -> Iterator[Problem]:
                 },
             ),
         )
+
+
+def _device(cluster: Cluster) -> Iterator[Problem]:
+    """Yields that the job names GPUs of another maker than the cluster's. To torch AMD's are cuda, too."""
+    wanted, name = cluster.device, cluster.accelerator.name
+    maker = maker_of(name) if name in ACCELERATORS else ""
+    if maker and wanted in DEVICE_WORDS and wanted not in (maker, DEVICE_TYPES[maker]):
+        yield "cluster.device", f"is {wanted}, but cluster.accelerator is {name}; nearest legal: {maker}"
 
 
 def _run(run: RunOptions) -> Iterator[Problem]:

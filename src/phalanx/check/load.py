@@ -22,6 +22,7 @@ from phalanx.check.job import by_cause, problems_of
 from phalanx.check.start import start_problems, starting_point
 from phalanx.config import foreign_names, overrides, values, yaml_file
 from phalanx.config.added import TECHNIQUES, load_for
+from phalanx.config.cluster import DEVICE_TYPES
 from phalanx.config.clusters import ACCELERATORS, CLUSTERS, cluster_of, describe
 from phalanx.config.corpora import CORPORA, mixture_of, vocabulary_of
 from phalanx.config.fields import get, leaves, name_of, replace
@@ -441,7 +442,7 @@ def _machine_for_type(path: str, text: str) -> str:
     if path != "cluster.device" or not (text in ACCELERATORS or text.partition(":")[0] in CLUSTERS):
         return ""
     field = "cluster.accelerator" if text in ACCELERATORS else "cluster"
-    return f"expected one of auto, cpu, cuda, found {text!r}; did you mean {field}={text}?"
+    return f"expected one of {', '.join(DEVICE_TYPES)}, found {text!r}; did you mean {field}={text}?"
 
 
 class _Origins(dict[str, str]):

@@ -56,7 +56,13 @@ AT_MOST: list[tuple[int, str, list[str]]] = [
         1 << 27,
         "the longest published context has 100 million tokens",
         [
-            *("model.seq_len", "model.window", "model.rope_scaling.original_seq_len", "model.sparse.top_k"),
+            *(
+                "model.seq_len",
+                "model.window",
+                "model.rope_scaling.original_seq_len",
+                "model.query_growth.length",
+                "model.sparse.top_k",
+            ),
             *("layout.loss_chunk", "run.sample_tokens"),
         ],
     ),
@@ -121,6 +127,7 @@ AT_MOST: list[tuple[int, str, list[str]]] = [
             *("model.lora.alpha", "model.mla.norm_eps"),
             *(f"model.{name}" for name in ("attention_scale", "attention_softcap", "logit_softcap", "logit_divisor")),
             *(f"model.{name}_multiplier" for name in ("embedding", "residual")),
+            "model.query_growth.rate",
             *(f"optimizer.{name}" for name in ("lr", "eps", "weight_decay", "clip", "outer_lr")),
             *(f"cluster.calibration.{command}.provenance.cores" for command in ("compute", "comm")),
             *(
@@ -191,6 +198,15 @@ def _shape_problems(model: ModelConfig) -> Iterator[tuple[str, str]]:
             f"every layer attends to all keys without a window, is {model.full_every}; nearest legal: full_every=0, or "
             "a window above 0",
         )
+    if model.window_pattern:
+        yield from _window_pattern(model)
+    if model.query_growth.rate:
+        yield from _query_growth(model)
+    if model.qk_norm == "unit" and model.positions != "rope":
+        yield (
+            "model.qk_norm",
+            f"unit is for layers with rotary positions, positions is {model.positions}; nearest legal: none",
+        )
     if model.window_rope_theta and not model.window:
         yield (
             "model.window_rope_theta",
@@ -201,6 +217,39 @@ def _shape_problems(model: ModelConfig) -> Iterator[tuple[str, str]]:
         yield (
             "model.qk_norm",
             f"norms over all heads are RMS norms, norm is {model.norm}; nearest legal: norm=rmsnorm, or qk_norm=head",
+        )
+
+
+def _window_pattern(model: ModelConfig) -> Iterator[tuple[str, str]]:
+    for name in dict.fromkeys(name.strip() for name in model.window_pattern.split(",")):
+        if name not in ("full", "window"):
+            known = ("full", "window")
+            yield "model.window_pattern", f"holds {name!r}{did_you_mean(name, known)} (known: {', '.join(known)})"
+    if not model.window:
+        yield (
+            "model.window_pattern",
+            f"every layer attends to all keys without a window, is {model.window_pattern!r}; nearest legal: a window "
+            "above 0, or no pattern",
+        )
+    if model.full_every:
+        yield (
+            "model.full_every",
+            f"window_pattern says which layers have a window, is {model.full_every}; nearest legal: 0",
+        )
+
+
+def _query_growth(model: ModelConfig) -> Iterator[tuple[str, str]]:
+    path = "model.query_growth.rate"
+    if model.positions == "learned" or model.mla.kv_rank:
+        found = "latent attention" if model.mla.kv_rank else "learned positions"
+        yield path, f"queries do not grow with {found}, is {model.query_growth.rate:g}; nearest legal: 0"
+    elif model.positions == "rope" and not model.nope_every and model.qk_norm == "unit":
+        yield path, f"qk_norm=unit takes it away, is {model.query_growth.rate:g}; nearest legal: 0, or qk_norm=none"
+    elif model.positions == "rope" and not model.nope_every and model.rotary_fraction != 1:
+        yield (
+            path,
+            f"whole queries turn where they grow, rotary_fraction is {model.rotary_fraction:g}; nearest legal: 0, or "
+            "rotary_fraction=1",
         )
 
 
@@ -246,6 +295,23 @@ def _rotary(model: ModelConfig) -> Iterator[tuple[str, str]]:
             f"must be at least beta_slow {scaling.beta_slow:g}, is {scaling.beta_fast:g}; nearest legal: the usual "
             "beta_fast=32, beta_slow=1",
         )
+    if scaling.kind == "llama3" and scaling.factor > 1 and scaling.low_freq_factor > scaling.high_freq_factor:
+        yield (
+            "model.rope_scaling.low_freq_factor",
+            f"must be at most high_freq_factor {scaling.high_freq_factor:g}, is {scaling.low_freq_factor:g}; nearest "
+            f"legal: {scaling.high_freq_factor:g}",
+        )
+    if scaling.kind == "longrope" and scaling.factor > 1:
+        pairs = model.rotary_size // 2
+        for name in ("short", "long"):
+            divisors = getattr(scaling, name)
+            if len(divisors) != pairs or min(divisors) <= 0:
+                yield (
+                    f"model.rope_scaling.{name}",
+                    f"must have a number above 0 for each of {pairs} pairs of a head, has {len(divisors)} numbers",
+                )
+        if scaling.original_seq_len < 2:
+            yield "model.rope_scaling.original_seq_len", "must be at least 2 with longrope, is 1"
     if scaling.kind == "yarn" and scaling.factor > 1 and model.rope_theta <= 1:
         yield (
             "model.rope_theta",

@@ -131,6 +131,8 @@ def start_problems(job: Job, given: Set[str]) -> Iterator[Problem]:
                 "model.vocab_size",
                 f"is {rows:,}, and the embedding of {there.from_} has {has} rows: leave it out, or use new weights",
             )
+        if job.model.reward:  # its head begins anew
+            there = replaced(there, reward=True, tied=False)
         if _shapes(job.model) == _shapes(there):
             return
         names = [path for path, _, _ in config_json.differing(job.model, there)]

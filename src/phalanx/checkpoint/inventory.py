@@ -314,7 +314,8 @@ def root_of(path: Path) -> Path:
 def form_of(path: Path) -> Literal["checkpoint", "safetensors", "dcp"]:
     """Returns the form of what is at `path`: a checkpoint, also that of a run or a folder, consolidated safetensors, or
     a checkpoint of torch's DCP."""
-    if os.path.isfile(path / MANIFEST):
+    # A run that was tuned by preferences has safetensors of its own, too.
+    if os.path.isfile(path / MANIFEST) or os.path.isdir(path / "checkpoints"):
         return "checkpoint"
     if os.path.isfile(path / ".metadata"):
         return "dcp"

@@ -166,7 +166,7 @@ class Snapshot:
         self._filled = 0
         self._error: Exception | None = None
         self._changed = threading.Condition()
-        self._copied: torch.cuda.Event | None = None
+        self._copied: torch.Event | None = None
 
     def take(self, values: Sequence[Tensor]) -> list[Tensor]:
         """Returns memory for copies of flat tensors, which `begin` fills in this order; copies of the last time become
@@ -192,7 +192,7 @@ class Snapshot:
         """Begins to copy the tensors of the last `take`: from an accelerator before whatever the current stream does
         next, on a CPU in a thread."""
         self._filled, self._error = 0, None
-        if self.device.type == "cuda":
+        if self.device.type != "cpu":
             self.fill()
         else:
             threading.Thread(target=self.fill, name="copy of the state", daemon=True).start()
@@ -204,9 +204,8 @@ class Snapshot:
                 if copy is not value:
                     copy.copy_(value.detach(), non_blocking=True)
                 self._tell(number + 1)
-            if self.device.type == "cuda":
-                self._copied = torch.cuda.Event()
-                self._copied.record()
+            if self.device.type != "cpu":
+                self._copied = torch.accelerator.current_stream(self.device).record_event()
         except Exception as error:
             self._error = error
             self._tell(len(self._pairs))
@@ -234,6 +233,6 @@ class Snapshot:
         self.memory = torch.empty(0, dtype=torch.uint8)
         try:
             with on_host():
-                return torch.empty(size, dtype=torch.uint8, pin_memory=self.device.type == "cuda")
+                return torch.empty(size, dtype=torch.uint8, pin_memory=self.device.type != "cpu")
         except RuntimeError as error:
             raise MemoryError(str(error)) from None

@@ -16,7 +16,7 @@ from phalanx.checkpoint.inventory import newest_valid
 from phalanx.checkpoint.manifest import job_of
 from phalanx.config import clusters
 from phalanx.config.calibration import Assessment, assess
-from phalanx.config.cluster import Cluster
+from phalanx.config.cluster import DEVICE_TYPES, Cluster
 from phalanx.config.clusters import LOCAL, cluster_of
 from phalanx.config.fields import get, leaves
 from phalanx.config.fields import replace as with_value
@@ -216,7 +216,7 @@ def on_known_devices(loaded: LoadedJob, measures: bool) -> LoadedJob:
                 *error.problems,
             ]
         ) from None
-    if wanted.device not in ("auto", machine.device):
+    if DEVICE_TYPES[wanted.device] not in ("", machine.device):
         raise JobError(
             f"cluster.device is {wanted.device}, but {clusters.default_path()} describes {machine.device}: name a "
             f"machine, or measure with `phalanx bench compute --device {wanted.device}` and the same for comm"
@@ -247,10 +247,9 @@ def _measure_what_is_missing(wanted: Cluster, precision: str) -> None:
         if field in known:
             continue
         if command == "comm":
-            import torch  # only here: an already measured machine does not need torch
+            from phalanx.launch.accelerators import accelerators  # torch: an already measured machine needs none
 
-            alone = torch.cuda.device_count() == 1 and wanted.device != "cpu"  # a CPU has any number of devices
-            if alone or wanted.devices_per_node == 1:
+            if 1 in (accelerators(wanted.device)[1], wanted.devices_per_node):  # a CPU has any number of devices
                 continue
         words = ["bench", command, "--quick"]
         words += ["--device", wanted.device] if wanted.device != "auto" else []

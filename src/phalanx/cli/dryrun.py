@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from phalanx.cli.files import DARK, OutputFiles
 from phalanx.cli.verb import Option, Words, job_verb
+from phalanx.config.corpora import compared_in
 from phalanx.config.job import Job
-from phalanx.data.files import Progress, silent, stderr_progress
+from phalanx.cost.breakdown import not_covered
+from phalanx.data.files import silent, stderr_progress
 from phalanx.data.settings import vocabulary_size
 from phalanx.echo import echo
 from phalanx.errors import DoesNotFitError, JobError
+from phalanx.partition.ramp import assumption
 from phalanx.units import gib, seconds
 
 if TYPE_CHECKING:
     from phalanx.dryrun.rehearse import RankRehearsal
-    from phalanx.plan.plan import Candidate, Plan
 
 VERB = job_verb(
     "dryrun",
@@ -69,8 +69,12 @@ def run(words: Words) -> int:
             f"train.compile: the rehearsal is eager, and so is the prediction beside it; compiled, the step keeps "
             f"{gib(saved)} less, as predicted"
         )
+    if left_out := not_covered(compared_in(job.data)):
+        texts.append(f"completions: {left_out}")
     words.show(found.as_dict(), "\n\n".join(texts))
     files.tell()
+    if ramps := assumption(job):
+        echo(f"phalanx: {ramps}", file=sys.stderr, wrap=True)
     if not found.fits:
         echo(f"phalanx: {found.verdict}", file=sys.stderr, wrap=True)
     return 0 if found.fits else DoesNotFitError.exit_code
@@ -89,43 +93,6 @@ def rehearse_first(job: Job) -> None:
     if not found.fits:
         raise DoesNotFitError(f"rehearsed: {found.verdict}; `phalanx plan --check` finds a layout that fits")
     echo(f"rehearsed in {seconds(found.seconds)}: {found.verdict}", file=sys.stderr, wrap=True)
-
-
-CHECKED = 3
-"""Layouts that `phalanx plan --check` rehearses, beside those that do not fit."""
-
-
-def checked(plan: Plan, job: Job, progress: Progress) -> tuple[Plan, list[dict[str, str]]]:
-    """Returns the plan with rehearsed candidates first: the best CHECKED that fit, without those before them that do
-    not, and these with the reasons. Raises DoesNotFitError if none fits when rehearsed."""
-    from phalanx.dryrun.check import check
-
-    good: list[Candidate] = []
-    struck, left = list[dict[str, str]](), list(plan.best)
-    while left and len(good) < CHECKED:
-        each = left.pop(0)
-        progress("rehearsing layouts", len(good), CHECKED)
-        layout, batch = replace(each.layout, auto=False), each.spec.batch.global_batch
-        rehearsed = replace(job, layout=layout, train=replace(job.train, global_batch=batch))
-        try:
-            found = check(rehearsed, each.spec.model.vocab_size)
-        except JobError as error:
-            struck.append({"line": each.layout.line(), "why": str(error)})
-            continue
-        if found.fits:
-            good.append(replace(each, rehearsed=found.needed(found.fullest)))
-        else:
-            struck.append({"line": each.layout.line(), "why": found.verdict})
-    progress("rehearsing layouts", CHECKED, CHECKED)
-    if plan.best and not good:
-        raise DoesNotFitError("\n".join(["rehearsed, and none can be recommended:", *struck_lines(struck)]))
-    if good and good[0].layout != plan.best[0].layout:  # they are about another choice
-        plan = replace(plan, notes=(), alternatives=())
-    return replace(plan, best=(*good, *left)), struck
-
-
-def struck_lines(struck: Sequence[dict[str, str]]) -> list[str]:
-    return [f"  {each['line']}: {each['why']}" for each in struck]
 
 
 def text(found: RankRehearsal, predicted: int) -> str:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from phalanx.cli.rank import run_on_ranks
 from phalanx.cli.verb import Verb, command_of, flag_of
+from phalanx.config.cluster import DeviceName
 from phalanx.config.corpora import CORPORA
 from phalanx.config.job import RunOptions
 from phalanx.config.layout import Layout
@@ -75,7 +76,7 @@ class Generate:
     """With an assistant: generate without it first, and compare the speed."""
     step: int = 0
     """The checkpoint of this step; 0 means the newest."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
+    device: DeviceName = "auto"
     """Where to compute; auto takes the accelerator if there is one."""
     tp: Annotated[int, {"at_least": 1}] = 1
     """Tensor ranks that share the matrices and the KV cache, for a model that does not fit on one device."""
@@ -214,7 +215,7 @@ class Serve:
     """Tokens that the assistant proposes at a time."""
     step: int = 0
     """The checkpoint of this step; 0 means the newest."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
+    device: DeviceName = "auto"
     """Where to compute; auto takes the accelerator if there is one."""
     limits: ServeLimits = field(default_factory=ServeLimits)
 
@@ -297,7 +298,7 @@ class Evaluate:
     """Layout in which the model is scored, such as tp=2,pp=2; one process if empty."""
     step: int = 0
     """The checkpoint of this step; 0 means the newest."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
+    device: DeviceName = "auto"
     """Where to compute; auto takes the accelerator if there is one."""
     tasks: Annotated[str, {"value": "NAMES"}] = ""
     """Run these tasks of lm-eval instead, with commas between."""

@@ -258,6 +258,8 @@ def _kind_of(path: str) -> str:
             return "text"
         if isinstance(row, dict) and {"messages", "conversations", "prompt"} & row.keys():
             pairs = ({"chosen", "rejected"}, {"completion", "label"}, {"responses"})
+            if {"prompt", "answer"} <= row.keys():
+                return "prompts"
             return "preferences" if any(each <= row.keys() for each in pairs) else "chat"
     return "text"
 
@@ -269,7 +271,7 @@ def _vocabulary(loaded: LoadedJob) -> int:
         return loaded.job.data.bpe_vocab if loaded.job.data.tokenizer == "bpe" else UNPREPARED_VOCAB
 
 
-FILES = ("text", "mix", "chat", "preferences")
+FILES = ("text", "mix", "chat", "preferences", "prompts")
 """Corpora that are files of the user."""
 VERB = Verb(
     "init",

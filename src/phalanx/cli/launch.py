@@ -308,7 +308,7 @@ def _grid_request(words: Words, place: LaunchPlace, hosts: tuple[HostSlots, ...]
 
 def _wants_devices(job: Job, site: Site | None) -> bool:
     if job.cluster.device != "auto":
-        return job.cluster.device == "cuda"
+        return job.cluster.device != "cpu"
     return bool(job.cluster.accelerator.name) or bool(site and site.devices)
 
 

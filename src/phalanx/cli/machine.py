@@ -19,6 +19,7 @@ from phalanx.check.load import as_yaml
 from phalanx.cli.files import DARK, OutputFiles, write
 from phalanx.cli.rank import run_on_ranks
 from phalanx.cli.verb import JSON, Command, Option, Verb, Words, flag_of, job_verb
+from phalanx.config.cluster import DEVICE_WORDS, DeviceName
 from phalanx.config.clusters import default_path
 from phalanx.echo import echo
 from phalanx.errors import JobError, RunError
@@ -81,9 +82,9 @@ def _test_words(argv: Sequence[str], ranks: Ranks | None) -> Words | None:
     if not any(path.startswith("layout.") for path in given):
         gpus = 0
         if not wanted and words.job.cluster.device != "cpu":
-            import torch
+            from phalanx.launch.accelerators import accelerators
 
-            gpus = torch.cuda.device_count()
+            gpus = accelerators(words.job.cluster.device)[1]
         more.append(f"layout.dp_replicate={wanted or gpus or 2}")
         if "train.global_batch" not in given:
             more.append("layout.micro_batch=8")
@@ -203,9 +204,7 @@ def _show_hang(folder: Path) -> None:
 
 
 BOTH = {
-    "device": Option(
-        "where to compute; auto takes the accelerator if there is one", "auto", Literal["auto", "cpu", "cuda"]
-    ),
+    "device": Option("where to compute; auto takes the accelerator if there is one", "auto", DeviceName),
     "nproc_per_node": Option(
         "processes that measure together (default: 2 on a CPU; on accelerators 1 for compute, all for comm)",
         0,
@@ -296,11 +295,10 @@ def _bench_request(argv: Sequence[str], ranks: Ranks | None) -> _Request:
         fields_of(request.path)
     if words.command == "comm":
         _collectives(options["collectives"])
-    if options["device"] == "cuda":
-        import torch
+    if options["device"] in DEVICE_WORDS:
+        from phalanx.launch.accelerators import require
 
-        if not torch.cuda.device_count():
-            raise JobError("--device cuda: this machine has no CUDA devices; --device cpu measures its processor")
+        require(options["device"], "--device")
     if ranks is not None and options["nproc_per_node"] not in (0, ranks.local_world):
         raise JobError(f"--nproc-per-node is for one launcher, and {ranks.source} has started {ranks.world} processes")
     return request
@@ -308,15 +306,14 @@ def _bench_request(argv: Sequence[str], ranks: Ranks | None) -> _Request:
 
 def _start_bench(argv: Sequence[str], request: _Request) -> int:
     """Measures in this process, or starts processes that run the same command, each as a rank."""
-    import torch
-
+    from phalanx.launch.accelerators import accelerators
     from phalanx.launch.local import launch_briefly
-    from phalanx.train.device import choose, threads_for
+    from phalanx.train.device import threads_for
 
     options, is_comm = request.words.options, request.words.command == "comm"
     processes = options["nproc_per_node"]
-    if not processes and choose(options["device"], 0).type == "cuda":
-        processes = torch.cuda.device_count() if is_comm else 1
+    if not processes and (devices := accelerators(options["device"])[1]):
+        processes = devices if is_comm else 1
     processes = processes or (2 if is_comm else min(2, len(os.sched_getaffinity(0))))
     if processes == 1:
         return _bench_rank(request, SINGLE)

@@ -16,14 +16,13 @@ from phalanx.check.job import optimizer_problems
 from phalanx.check.load import LoadedJob
 from phalanx.cli import foreign, sweep
 from phalanx.cli.auto_layout import calibration_document, check_calibration, fixed_of, on_known_devices, worlds_of
-from phalanx.cli.dryrun import checked, struck_lines
 from phalanx.cli.files import DARK, OutputFiles
 from phalanx.cli.graph import GRAPH
 from phalanx.cli.graph import run as plan_graph
 from phalanx.cli.verb import FROM, MOST_COLUMNS, Option, Words, flag_of, job_verb
 from phalanx.config import values
 from phalanx.config.job import Job, Optimizer
-from phalanx.cost.breakdown import document, duration, memory_lines, slow_format, subject, time_lines
+from phalanx.cost.breakdown import document, duration, memory_lines, not_covered, slow_format, subject, time_lines
 from phalanx.cost.frameworks import FRAMEWORKS, PHALANX, calibrated
 from phalanx.cost.job_spec import step_spec
 from phalanx.cost.money import Prices, amount, is_asked, run_cost, tokens_of
@@ -38,6 +37,7 @@ from phalanx.gc import gc_paused
 from phalanx.nearest import did_you_mean
 from phalanx.optimizers.catalogue import state_bytes_of
 from phalanx.partition.derived import PARAMETER_BYTES, slices_of, solve
+from phalanx.partition.ramp import assumption
 from phalanx.pictures import context as context_picture
 from phalanx.pictures import layout as layout_picture
 from phalanx.pictures import prediction as prediction_picture
@@ -93,6 +93,9 @@ def _show(
         if is_asked(job.cluster, tokens):
             cost = run_cost(job.cluster, costs[0], tokens_of(job, tokens), costs[1])
             document["run"], text = cost.as_dict(), f"{text}\n\n{cost.line()}"
+    if ramps := assumption(job):
+        document["ramps"] = ramps
+        echo(f"phalanx: {ramps}", file=sys.stderr, wrap=True)
     words.show(document, text)
     files.tell()
 
@@ -254,7 +257,7 @@ def as_json(spec: StepSpec, prediction: Prediction, traffic: dict[str, dict[str,
     sizes = {"parameters": count(spec.model), "active_parameters": count_active(spec.model)}
     if spec.model.lora.rank:
         sizes["trained_parameters"] = count_trained(spec.model)
-    notes = [*filter(None, [slow_format(spec)])]
+    notes = [*filter(None, [slow_format(spec), not_covered(spec.compared)])]
     return {**document(prediction), **sizes, "traffic_bytes": traffic, "advice": hints, "notes": notes}
 
 
@@ -277,6 +280,8 @@ def report(spec: StepSpec, prediction: Prediction, traffic: dict[str, dict[str, 
     ]
     if slow := slow_format(spec):
         lines.insert(2, f"precision: {slow}")
+    if left_out := not_covered(spec.compared):
+        lines.insert(2, f"completions: {left_out}")
     lines += ["", "bytes sent per step by rank 0:" if traffic else "bytes sent per step by rank 0: none"]
     for axis, collectives in traffic.items():
         for collective, sent in collectives.items():
@@ -286,8 +291,6 @@ def report(spec: StepSpec, prediction: Prediction, traffic: dict[str, dict[str, 
 
 MAP_POINTS = 300
 """Number of layouts in the map of the space."""
-MAX_DRAWN_PASSES = 120
-"""Passes per rank up to which a picture shows the whole step."""
 
 PLAN = job_verb(
     "plan",
@@ -351,7 +354,10 @@ def run_plan(words: Words) -> int:
         sample = MAP_POINTS if files.paths else 0
         plans = [(each, _searched(words, replace(request, optimizer=each), progress, sample)) for each in states]
         chosen, plan = min(plans, key=lambda each: each[1].best[0].seconds if each[1].best else inf)
-        plan, struck = checked(plan, replace(loaded.job, optimizer=chosen), progress) if checks else (plan, [])
+        if checks:
+            from phalanx.dryrun.check import check_plan  # here, because it imports torch
+
+            plan = check_plan(plan, replace(loaded.job, optimizer=chosen), progress)
     plan = replace(plan, best=plan.best[: words.options["top"]])
     files.write({name: lambda name=name: _drawn(plan, name) for name in files.paths})
     text = plan_text.text(plan, min(terminal_columns(sys.stdout) or plan_text.WIDTH, MOST_COLUMNS))
@@ -371,9 +377,9 @@ def run_plan(words: Words) -> int:
         ]
         text = "\n".join([text, "", "states, each with its fastest layout (* taken):", *aligned(rows)])
     if checks:
-        document["struck"] = struck
-    if struck:
-        text = "\n".join([text, "", "struck, when rehearsed:", *struck_lines(struck)])
+        document["struck"] = [{"line": line, "why": why} for line, why in plan.struck.items()]
+    if plan.struck:
+        text = "\n".join([text, "", "struck, when rehearsed:", *plan.struck_lines()])
     if words.theirs is not None and words.before is not None:
         before = asked(step_spec(words.before.job, vocabulary_size(words.before.job)), words)
         own = Candidate.of(before)
@@ -425,13 +431,7 @@ def _timeline(best: Candidate) -> str:
     """Returns the picture of the best layout's step; of a long one its beginning and its end."""
     from phalanx.pictures import timeline as timeline_picture
 
-    timeline, about = simulate(best.spec), subject(best.spec, best.spec.layout.world)
-    passes = max(map(len, timeline.schedule.programs))
-    if passes <= MAX_DRAWN_PASSES:
-        return timeline_picture.svg(timeline, about=about)
-    part = timeline.seconds * MAX_DRAWN_PASSES / 2 / passes
-    windows = ((0, part), (timeline.seconds - part, None))
-    return "".join(timeline_picture.svg(timeline, *window, about) for window in windows)
+    return timeline_picture.ends_svg(simulate(best.spec), subject(best.spec, best.spec.layout.world))
 
 
 PROGRESS_PASSES = 50_000

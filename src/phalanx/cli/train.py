@@ -18,12 +18,14 @@ from phalanx.checkpoint.manifest import job_of
 from phalanx.cli.dryrun import rehearse_first
 from phalanx.cli.rank import run_on_ranks
 from phalanx.cli.verb import Words, job_verb
+from phalanx.config.cluster import DEVICE_WORDS
 from phalanx.config.corpora import CORPORA
 from phalanx.config.job import Job
 from phalanx.echo import echo
 from phalanx.errors import JobError, PhalanxError
 from phalanx.launch.output import unblocked
 from phalanx.launch.ranks import LOG_DIR, SINGLE, Ranks
+from phalanx.partition.ramp import ramp_of
 from phalanx.train.learning_rate import end_of, resumed_end
 from phalanx.train.run_directory import AppendedFile, RunDirectory
 from phalanx.units import counted
@@ -147,7 +149,7 @@ def _start(words: Words) -> int:
         with stderr_progress() as progress:
             folder = prepare(job.data, progress=progress)
         train = open_split(folder, "train", job.model.seq_len, job.data)  # says before ranks start that it is too short
-        if problems := train.epoch_problems(job.train.steps * job.train.global_batch):
+        if problems := train.epoch_problems(ramp_of(job).samples(job.train.steps)):
             raise JobError(problems)
         if job.train.eval_samples:
             open_split(folder, "val", job.model.seq_len, job.data)
@@ -166,12 +168,12 @@ def _require_room(job: Job, ranks: Ranks | None = None, *, oversubscribe: bool) 
     from phalanx.launch import grid
 
     device, devices = job.cluster.device, 0
-    if device == "cuda" or (device == "auto" and grid.has_driver()):
+    if device in DEVICE_WORDS or (device == "auto" and grid.has_driver()):
         if ranks is not None:
             return
-        import torch
+        from phalanx.launch.accelerators import accelerators
 
-        devices = torch.cuda.device_count()
+        devices = accelerators(device)[1]
     machine, here = grid.this_machine(devices), job.layout.processes // job.run.most_nodes
     if ranks is not None:
         device, machine = "cpu", replace(machine, cores=os.cpu_count() or 1)
@@ -321,7 +323,9 @@ def _text(summary: dict[str, Any]) -> str:
     tokens, positions = summary["tokens"], summary["positions"]
     padded = f" ({1 - tokens / positions:.1%} of {positions:,} positions are padding)" if tokens < positions else ""
     lines = [f"trained {tokens:,} tokens{padded} in {steps:,} step{'s' * (steps != 1)}{loss}"]
-    if summary["val_loss"] is not None:
+    if "val_reward" in summary:
+        lines.append(f"validation reward: {summary['val_reward']:.4f}")
+    elif summary["val_loss"] is not None:
         lines.append(f"validation loss: {summary['val_loss']:.4f}")
     if summary["sample"]:
         lines.append(f"sample:\n{summary['sample']}")

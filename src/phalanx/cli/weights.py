@@ -274,7 +274,7 @@ def _text(done: Imported) -> str:
         "context": f"{model.seq_len:,} tokens",
         "tokenizer": f"{done.tokens:,} of {model.vocab_size:,} rows" if done.tokens else "none",
         "weights": f"{done.precision}, {gib(done.bytes)}",
-        "generate": f"phalanx generate {done.target}",
+        **({} if model.reward else {"generate": f"phalanx generate {done.target}"}),
     }
     return _listed(str(done.target), facts)
 

@@ -151,8 +151,7 @@ class Axis:
         self.name, self.size, self.rank, self.group = name, size, rank, group
         self.ledger = ledger or Ledger()
         self.calls = CallLog(name, group)
-        # A group names a backend per device type: "cpu:gloo,cuda:gloo".
-        self.gloo = group is not None and "nccl" not in dist.get_backend(group)
+        self.gloo = group is not None and not self.calls.device_backend
 
     def __repr__(self) -> str:
         return f"{self.name} {self.rank}/{self.size}"

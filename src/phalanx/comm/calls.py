@@ -82,7 +82,8 @@ class CallLog:
     def __init__(self, axis: str, group: dist.ProcessGroup | None):
         self.axis, self._group = axis, group
         self._channels: dict[tuple[str, int], Channel] = {}
-        self._nccl = group is not None and "nccl" in dist.get_backend(group)
+        # A group names a backend per device type: "cpu:gloo,cuda:nccl", "cpu:gloo,xpu:xccl", "cpu:gloo,cuda:gloo".
+        self.device_backend = group is not None and "ccl" in dist.get_backend(group)
 
     def begin(self, operation: str, x: Tensor, *, waits: bool = False, root: int = -1) -> Call | None:
         """Records that a collective over `x` starts; with `waits`, the rank is blocked in it from now on. `root` is the
@@ -106,7 +107,7 @@ class CallLog:
         return beat.begin(
             *(channel, operation, self.axis, dtype, x.shape, x.nbytes),
             waits=waits,
-            on_device=self._nccl and x.is_cuda,
+            on_device=self.device_backend and not x.is_cpu,
             hidden=_HIDDEN,
             root=dist.get_global_rank(self._group, root) if root >= 0 and operation != "shift" else root,
         )

@@ -10,6 +10,21 @@ from phalanx.config.calibration import Calibration
 from phalanx.config.constraints import Example, Interval
 from phalanx.hashed import Hashed, hashed_once
 
+DeviceName = Literal["auto", "cpu", "cuda", "rocm", "xpu"]
+DEVICE_TYPES = {"auto": "", "cpu": "cpu", "cuda": "cuda", "rocm": "cuda", "xpu": "xpu"}
+"""torch's type of each device that a job can name: to torch AMD's GPUs are cuda, too."""
+DEVICE_WORDS = {
+    "cuda": "CUDA devices",
+    "rocm": "AMD GPUs that torch can use (it must be built for ROCm)",
+    "xpu": "Intel GPUs that torch can use (it must be built for XPU)",
+}
+"""The accelerators that a job can name, in words."""
+
+
+def no_device(wanted: str, field: str = "cluster.device") -> str:
+    """Returns what is said where a job asks for accelerators that a machine does not have."""
+    return f"{field}={wanted}, but this machine has 0 {DEVICE_WORDS[wanted]}; use {field}=cpu"
+
 
 def with_processes(cluster: Cluster, processes: int) -> Cluster:
     """Returns a measured CPU cluster with `processes` processes per node and the rates of each; unchanged if devices do
@@ -184,8 +199,9 @@ class Cluster(Hashed):
     """Nodes of the job."""
     devices_per_node: Annotated[int, Interval(0), Example("8")] = 0
     """Devices (GPUs, or CPU processes) per node; 0: as many as the layout needs."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Device type; auto uses an accelerator if there is one."""
+    device: DeviceName = "auto"
+    """Device type; auto uses an accelerator if there is one. rocm is AMD's GPUs, which torch calls cuda, xpu is
+    Intel's."""
     peak_tflops: Annotated[float, Interval(0), Example("989.4")] = 0.0
     """Dense peak of one device in this job's precision, in TFLOP/s, for MFU; 0 looks the device up: on a CPU in the
     file of `phalanx bench compute`, and without one it measures a matrix product."""

@@ -110,8 +110,8 @@ class DeviceEntry:
     source: str
     """Source of the figures."""
     reported_as: tuple[str, ...] = ()
-    """Names that torch.cuda.get_device_name reports, without the maker's; none for devices without CUDA or ROCm. Rows
-    that share a name differ in memory."""
+    """Names that torch reports, without the maker's; none for devices that torch has none for. Rows that share a name
+    differ in memory."""
 
 
 def device_problems(device: Accelerator) -> Iterator[str]:
@@ -144,6 +144,12 @@ ACCELERATORS = View(DEVICES, lambda _, entry: entry.accelerator)
 """Known devices by name."""
 
 
+def maker_of(name: str) -> str:
+    """Returns the value of cluster.device that means a known device; empty for one that torch does not name so."""
+    makers = {"rocm": "mi", "xpu": "max", "": ("gaudi", "tpu", "trainium", "ascend")}
+    return next((device for device, prefix in makers.items() if name.startswith(prefix)), "cuda")
+
+
 def device_reported_as(name: str, memory_gib: float) -> Accelerator | None:
     """Returns the known device that a driver reports as `name`, such as "NVIDIA A100-SXM4-80GB", with `memory_gib` GiB;
     None if there is none. The whole name must match except for the maker, case and hyphens, so that neither a GB200
@@ -156,7 +162,7 @@ def device_reported_as(name: str, memory_gib: float) -> Accelerator | None:
 
 def _plain(name: str) -> str:
     """Returns a driver's name without the maker's, in lower case, with single spaces."""
-    words = re.sub(r"^(nvidia|amd|tesla|instinct|\s)+\s", "", name.lower().strip())
+    words = re.sub(r"^(nvidia|amd|tesla|instinct|intel\(r\)|\s)+\s", "", name.lower().strip())
     return " ".join(re.split(r"[\s_-]+", words))
 
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from functools import lru_cache
 from pathlib import Path
+from typing import Literal
 
 from phalanx.bounded import read_json
 from phalanx.config.job import Data, MixSource
@@ -89,7 +90,7 @@ Rules = Callable[[Data], Iterable[tuple[str, str]]]
 """Yields the problems of a job's data: the field by its dotted path ("data.path"), and the message."""
 
 
-_SOURCES = {"mix": ("text",), "chat": ("chat", "text"), "preferences": ("preferences",)}
+_SOURCES = {"mix": ("text",), "chat": ("chat", "text")} | {name: (name,) for name in ("preferences", "prompts")}
 """The corpora that a source of data.mix may be of, by data.corpus; the first unless it says one."""
 _ONE_LOSS = "pairs are compared by DPO, other tokens are predicted, and a run has one loss"
 
@@ -213,22 +214,24 @@ def _chat_problems(data: Data) -> Iterator[tuple[str, str]]:
                 "data.mix" if where else "data.columns",
                 f"{where}expected THEIRS:OURS, such as [question:prompt,answer:completion], found {pair!r}",
             )
-    if data.packing and not data.document_mask:
-        yield (
-            "data.packing",
-            "conversations that share a sample would attend to each other; nearest legal: document_mask=true, or "
-            "packing=false",
-        )
+
+
+def _prompt_problems(data: Data) -> Iterator[tuple[str, str]]:
+    if data.mix:
+        yield "data.mix", "prompts have one source; nearest legal: data.path"
+    yield from _alone_problems(data, "a prompt and its answer are one sample")
 
 
 def _preference_problems(data: Data) -> Iterator[tuple[str, str]]:
+    yield from _alone_problems(data, "pairs are compared by their answers, one sequence each")
+
+
+def _alone_problems(data: Data, why: str) -> Iterator[tuple[str, str]]:
+    """Yields what is wrong with conversations that are samples of their own."""
     yield from _chat_problems(data)
     for name, value, legal in (("packing", data.packing, False), ("loss_on", data.loss_on, "answers")):
         if value != legal:
-            yield (
-                f"data.{name}",
-                f"pairs are compared by their answers, one sequence each; nearest legal: {name}={legal}",
-            )
+            yield f"data.{name}", f"{why}; nearest legal: {name}={legal}"
 
 
 def setting_problems(settings: Iterable[str], *stated: object) -> Iterator[str]:
@@ -328,6 +331,16 @@ CORPORA = Registry(
             only_location=("mix",),
             rules=_preference_problems,
         ),
+        "prompts": CorpusEntry(
+            "your own prompts with answers in JSONL files, for GRPO: set data.path",
+            "data.path",
+            files="phalanx.data.rows:row_files",
+            rows="phalanx.data.conversations:prompt_rows",
+            describe="phalanx.data.corpus:text_description",
+            identity="phalanx.data.template:template_identity",
+            settings=("path", "template", "columns", "ignore_keys"),
+            rules=_prompt_problems,
+        ),
         "random": CorpusEntry(
             "random tokens",
             "a generator with a fixed seed, for measuring",
@@ -349,6 +362,19 @@ PAIR = 2
 def has_pairs(data: Data) -> bool:
     """Returns whether a job's data are pairs of a chosen and a rejected answer: its loss compares them (DPO)."""
     return data.corpus in CORPORA and CORPORA[data.corpus].row_size == PAIR
+
+
+def has_prompts(data: Data) -> bool:
+    """Returns whether a job's data are prompts, whose completions it generates and rewards (GRPO)."""
+    return data.corpus == "prompts"
+
+
+Compared = Literal["", "pairs", "completions"]
+
+
+def compared_in(data: Data) -> Compared:
+    """Returns what the loss of a job's data compares; empty if it only predicts tokens."""
+    return "pairs" if has_pairs(data) else "completions" if has_prompts(data) else ""
 
 
 def number_of(stated: int | str, data: Data) -> int:

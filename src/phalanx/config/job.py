@@ -77,8 +77,8 @@ class Data:
 
     corpus: Annotated[str, Example("shakespeare_char")] = "stdlib"
     """stdlib (the text of this Python's own library, nothing to download), shakespeare_char, text (your own: set
-    data.path), chat (your own conversations, for fine-tuning: set data.path), or random (tokens without text, for
-    measuring)."""
+    data.path), chat (your own conversations, for fine-tuning: set data.path), prompts (with answers, for GRPO: set
+    data.path), or random (tokens without text, for measuring)."""
     path: Annotated[str, Example("corpus.jsonl")] = ""
     """A text or JSONL file, or a folder of them (corpora text and chat); a Megatron data set (corpus text): its .bin,
     .idx or the name without either; or a local copy of tiny Shakespeare."""
@@ -90,10 +90,11 @@ class Data:
     text_field: Annotated[str, Example("content")] = "text"
     """The field of each record (JSON, or a column of CSV, TSV, Parquet, Arrow) that holds the text of corpus text."""
     columns: tuple[str, ...] = ()
-    """Names of columns of corpora chat and preferences by the names here: [question:prompt,answer:completion]."""
+    """Names of columns of rows (corpora chat, preferences, prompts) by the names here: [question:prompt,
+    answer:completion]."""
     ignore_keys: tuple[str, ...] = ()
-    """Fields of rows of corpora chat and preferences that are left out on purpose, those of messages as messages.NAME;
-    others that no reader knows are errors."""
+    """Fields of such rows that are left out on purpose, those of messages as messages.NAME; others that no reader knows
+    are errors."""
     tokenizer: Annotated[str, Example("bpe")] = "char"
     """char, byte, bpe (trained on the corpus), or the path of a tokenizer.json, tekken.json, tokenizer.model or
     *.tiktoken."""
@@ -111,8 +112,9 @@ class Data:
     loss_on: Literal["answers", "all"] = "answers"
     """Tokens of corpus chat that count in the loss: those of the answers, or all."""
     packing: bool = False
-    """Put several conversations of corpus chat into one sample, each whole and attending only to itself (needs
-    document_mask). Otherwise a sample is one conversation and padding."""
+    """Pack whole conversations of corpus chat, or documents of a text, into samples by best fit, each attending only to
+    itself (needs document_mask). Documents longer than a sample are cut. Otherwise a sample is one conversation and
+    padding, or the next model.seq_len tokens of a text."""
     too_long: Literal["truncate", "drop"] = "truncate"
     """What to do about a conversation of corpus chat that is longer than model.seq_len: keep its beginning, or leave it
     out."""
@@ -152,6 +154,50 @@ class DpoOptions:
     def line(self) -> str:
         """Returns the options as `name=value`, without those that do nothing."""
         return f"beta={self.beta:g}" + (f",label_smoothing={self.label_smoothing:g}" if self.label_smoothing else "")
+
+
+@dataclass(frozen=True)
+class GrpoOptions:
+    """Group relative policy optimisation, which corpus prompts trains with (docs/guides/grpo.md)."""
+
+    group: Annotated[int, Interval(2)] = 8
+    """Completions per prompt; train.global_batch counts completions."""
+    reward: Annotated[str, Example("rewards:score")] = "exact"
+    """What scores a completion: exact (it is the answer, white space aside), number (its last number equals the
+    answer), regex (what `pattern` finds in it is the answer), or your own function, MODULE:FUNCTION of the current
+    folder or an installed package, which gets prompt, completion and answer and returns a number."""
+    pattern: Annotated[str, Example("#### (-?[0-9]+)")] = ""
+    """reward=regex: the expression whose last match, or its first group, is compared with the answer."""
+    max_new_tokens: Annotated[int, Interval(1)] = 64
+    """Most tokens of a completion, which also ends at an end-of-text token and at model.seq_len."""
+    updates: Annotated[int, Interval(1)] = 1
+    """Optimizer steps per batch of completions."""
+    clip: Annotated[float, Interval(above=0), Interval(below=1)] = 0.2
+    """The ratio of probabilities counts up to 1 - clip and 1 + clip."""
+    clip_high: Annotated[float, Interval(0)] = 0.0
+    """The same above 1 (DAPO's clip-higher); 0: as clip."""
+    beta: Annotated[float, Interval(0)] = 0.04
+    """Strength of the tie to the reference model, by the KL divergence; 0: there is none, and no memory for it."""
+    scale: Literal["std", "none"] = "std"
+    """Divide advantages by the standard deviation of their group's rewards, or not (Dr. GRPO)."""
+    average: Literal["sequence", "token", "constant"] = "sequence"
+    """The loss is the mean over a sequence's tokens, then over sequences; over all tokens (DAPO); or the sum over
+    tokens divided by max_new_tokens (Dr. GRPO)."""
+    max_batch: Annotated[int, Interval(1)] = 64
+    """Completions that a replica generates at a time."""
+    max_gap: Annotated[float, Interval(0)] = 0.0
+    """Most difference between a token's log-probabilities in generation and in training; 0: by the precision, 1e-9 for
+    fp64, 1e-3 for fp32, 0.5 for 16 bits."""
+    on_gap: Literal["stop", "warn"] = "stop"
+    """What follows a larger difference."""
+
+    def line(self) -> str:
+        """Returns the options as `name=value`, without those that do nothing."""
+        high = f",clip_high={self.clip_high:g}" if self.clip_high else ""
+        return (
+            f"group={self.group},updates={self.updates},clip={self.clip:g}{high},beta={self.beta:g},scale={self.scale},"
+            f"average={self.average}"
+        )
 
 
 MOST_STEPS = 20
@@ -324,6 +370,10 @@ class RunOptions:
     """Where metrics go besides metrics.jsonl: a list of tensorboard, wandb, mlflow, and what packages add."""
     trackers_wait_s: Annotated[float, Interval(0)] = 30.0
     """Most seconds that a finished run waits until its trackers have sent everything; a stopped one waits 3 at most."""
+    metrics_port: Annotated[int, Interval(0, 65535), Example("9400")] = 0
+    """Port of rank 0 at which Prometheus reads a running job's newest figures, http://HOST:PORT/metrics; 0: none."""
+    metrics_host: Annotated[str, Printable(), Example("0.0.0.0")] = "127.0.0.1"
+    """Address of metrics_port: only this machine can read it unless you name another, such as 0.0.0.0 for all."""
     report: bool = True
     """Write report.html and loss.svg into the run's directory, and renew them while it trains."""
     live: bool = True
@@ -359,6 +409,12 @@ class RunOptions:
         return self.hang_s or self.timeout_s / 2
 
 
+_RAMP = Matches(
+    r"[1-9][0-9]{0,8}\*[1-9][0-9]{0,8}(\+[1-9][0-9]{0,8}\*[1-9][0-9]{0,8})*",
+    "numbers of steps with their sizes, such as 100*64+100*128",
+)
+
+
 @dataclass(frozen=True)
 class Train:
     """The training loop."""
@@ -367,6 +423,12 @@ class Train:
     """Optimizer steps."""
     global_batch: Annotated[int, Interval(0), Example("256")] = 0
     """Sequences per step over all ranks = micro-batch × accumulation × data ranks; 0: follows from the layout."""
+    batch_ramp: Annotated[str, _RAMP, Example("100*64+100*128")] = ""
+    """Smaller global batches at the beginning: 100 steps of 64 sequences, 100 of 128, then global_batch. Learning rates
+    and all numbers of steps count steps, also small ones; batch_scaling follows the batch."""
+    seq_ramp: Annotated[str, _RAMP, Example("100*512+200*1024")] = ""
+    """Shorter sequences at the beginning: 100 steps with sequences of 512 tokens, 200 of 1024, then model.seq_len. Each
+    sample is cut into equal parts, so that a step has as many tokens."""
     precision: Precision = "fp32"
     """Precision of parameters, activations and gradients; bf16 and fp16 keep fp32 master weights. fp8: bf16, with the
     matrix products of blocks in 8 bits."""
@@ -376,7 +438,7 @@ class Train:
     """Precision in which gradients are summed over ranks (and, in flat buckets, over micro-batches): that of training,
     or fp32 for twice the memory and traffic of bf16."""
     seed: Annotated[int, Interval(0)] = 1337
-    """The one seed: weights, order of samples and dropout derive from it by hashing."""
+    """The one seed: weights, order of samples, dropout and noise derive from it by hashing."""
     compile: bool | Literal["auto"] = "auto"
     """Compile blocks (once per kind), embedding, final norm and loss with torch.compile; it saves no logits in fp32.
     auto does on GPUs, where torch can."""
@@ -386,6 +448,12 @@ class Train:
     """Ask torch for deterministic kernels only (a CPU run is deterministic anyway)."""
     log_every: Annotated[int, Interval(1)] = 10
     """Steps between log lines; every step goes to metrics.jsonl."""
+    label_smoothing: Annotated[float, Interval(0), Interval(below=1), Example("0.1")] = 0.0
+    """Share of each target that is spread evenly over the vocabulary, in the loss of training; that of validation is
+    without."""
+    neftune_alpha: Annotated[float, Interval(0), Example("5")] = 0.0
+    """Add uniform noise of up to alpha / sqrt(seq_len × d_model) to the embeddings in training (NEFTune; 5 to 15 are
+    usual in fine-tuning); 0: none."""
     eval_every: Annotated[int, Interval(0), Example("100")] = 0
     """Steps between validations; 0: only at the end."""
     eval_samples: Annotated[int, Interval(0)] = 256
@@ -394,6 +462,7 @@ class Train:
     """model.mtp: factor of the mean loss of the modules for further tokens beside the main loss (DeepSeek-V3, section
     2.2, equation 25: 0.3, and 0.1 for the last third of its tokens)."""
     dpo: DpoOptions = field(default_factory=DpoOptions)
+    grpo: GrpoOptions = field(default_factory=GrpoOptions)
     profile: ProfileOptions = field(default_factory=ProfileOptions)
 
 

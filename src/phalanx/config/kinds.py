@@ -18,6 +18,7 @@ def attention(model: ModelConfig) -> str:
         (model.sinks, "sinks"),
         (model.attention_softcap > 0, f"soft cap {model.attention_softcap:g}"),
         (model.qk_norm != "none", "normalised queries and keys"),
+        (model.query_growth.rate > 0, "growing queries"),
         (model.sparse.top_k > 0, f"to {model.sparse.top_k:,} keys"),
     ]
     pattern = model.attention.split(",")
@@ -36,7 +37,8 @@ def windows(model: ModelConfig) -> str:
         return ""
     having = sum(model.window_of(layer) > 0 for layer in range(model.n_layers))
     where = "all" if having == model.n_layers else f"{having} of {model.n_layers}"
-    return f"window {model.window:,} in {where} layers"
+    kind = "chunks of" if model.window_kind == "chunks" else "window"
+    return f"{kind} {model.window:,} in {where} layers"
 
 
 def norm(model: ModelConfig) -> str:

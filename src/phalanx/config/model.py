@@ -20,9 +20,10 @@ from phalanx.hashed import Hashed, hashed_once
 class RopeScaling:
     """Stretching rotary positions beyond the trained context (factor 1 = off)."""
 
-    kind: Literal["linear", "llama3", "yarn"] = "llama3"
+    kind: Literal["linear", "llama3", "yarn", "longrope"] = "llama3"
     """linear: divide positions by the factor (Chen et al. 2023); llama3: by frequency band (Llama 3.1); yarn: by
-    frequency band, with larger queries and keys (Peng et al. 2023, section 3)."""
+    frequency band, with larger queries and keys (Peng et al. 2023, section 3); longrope: each pair's frequency by a
+    number of its own (Ding et al. 2024; Phi-3 and 4)."""
     factor: Annotated[float, Interval(1), Example("8")] = 1.0
     """Factor by which the context becomes longer; 1 switches scaling off."""
     low_freq_factor: Annotated[float, Interval(above=0)] = 1.0
@@ -30,7 +31,7 @@ class RopeScaling:
     high_freq_factor: Annotated[float, Interval(above=0)] = 4.0
     """llama3: wavelengths below original_seq_len / this are left alone."""
     original_seq_len: Annotated[int, Interval(1)] = 8192
-    """llama3, yarn: the context length in tokens before stretching."""
+    """llama3, yarn, longrope: the context length in tokens before stretching."""
     beta_fast: Annotated[float, Interval(above=0)] = 32.0
     """yarn: frequencies that turn at least this often within the original context are left alone."""
     beta_slow: Annotated[float, Interval(above=0)] = 1.0
@@ -38,7 +39,12 @@ class RopeScaling:
     truncate: bool = True
     """yarn: the band between the two begins and ends at whole pairs (gpt-oss: false)."""
     magnitude: Annotated[float, Interval(0)] = 0.0
-    """yarn: multiplies the rotated queries and keys; 0 means 0.1 ln(factor) + 1."""
+    """yarn, longrope: multiplies the rotated queries and keys; 0 means 0.1 ln(factor) + 1, with longrope
+    √(1 + ln(factor) / ln(original_seq_len))."""
+    short: Annotated[tuple[float, ...], Example("[1.0, 1.1]")] = ()
+    """longrope: what divides the frequency of each pair while model.seq_len is at most original_seq_len."""
+    long: Annotated[tuple[float, ...], Example("[1.0, 40.0]")] = ()
+    """longrope: the same for a larger model.seq_len."""
 
 
 @dataclass(frozen=True)
@@ -73,6 +79,8 @@ class MoE:
     latent: Annotated[int, Interval(0), Example("1024")] = 0
     """Width in which experts work: one matrix before them maps the residual stream to it, one after them back
     (LatentMoE of Nemotron 3, NVIDIA 2025); 0 means model.d_model."""
+    scale_inputs: bool = False
+    """The gates multiply what experts read, not what they return (Llama 4)."""
     shared_gate: bool = False
     """The output of the shared experts is multiplied by the sigmoid of a trained score per token (Qwen3-Next)."""
     router_bias: bool = False
@@ -163,6 +171,20 @@ class Mamba:
 
 
 @dataclass(frozen=True)
+class QueryGrowth:
+    """Queries at position p, after their rotation, are multiplied by 1 + rate ln(1 + floor((p + first) / length)), so
+    that attention stays sharp over long contexts (Nakanishi 2025, arXiv 2501.19399, as Llama 4 and Ministral 3 have
+    it); with nope_every in layers without rotary positions alone."""
+
+    rate: Annotated[float, Interval(0), Example("0.1")] = 0.0
+    """The rate of growth (Llama 4: 0.1); 0 switches it off."""
+    length: Annotated[int, Interval(1)] = 8192
+    """Tokens after which queries first grow."""
+    first: Annotated[int, Interval(0, 1), Example("0")] = 1
+    """The number of the first position (Llama 4: 1, Ministral 3: 0)."""
+
+
+@dataclass(frozen=True)
 class LoRA:
     """Low-rank adapters beside frozen weights (Hu et al. 2022); rank 0 = every weight is trained.
 
@@ -223,6 +245,12 @@ class ModelConfig(Hashed):
     full_every: Annotated[int, Interval(0), Example("6")] = 0
     """With a window: every n-th layer attends to all keys, with n this number, counted from 1 (Gemma 2 and gpt-oss: 2,
     Gemma 3: 6); 0 means no layer."""
+    window_pattern: Annotated[str, Example("full,window,window,window")] = ""
+    """With a window, in place of full_every: which layers attend to all keys and which have it, a list of full and
+    window that repeats over the layers (Ministral 8B); empty: as full_every says."""
+    window_kind: Literal["sliding", "chunks"] = "sliding"
+    """sliding: a query sees its own key and those right before it; chunks: those of its own chunk up to its own,
+    chunks of `window` tokens counted from the start of a sequence or document (Llama 4)."""
     attention: Annotated[str, Example("latent")] = ""
     """Kind of attention: heads, latent, gated_heads, delta, one that is predicted but not trained (sparse, mamba,
     none), or one that a package adds (docs/reference/extending.md); a list such as latent,heads repeats over the
@@ -257,9 +285,10 @@ class ModelConfig(Hashed):
     """Biases in linear layers and LayerNorm."""
     qkv_bias: bool = False
     """Biases in the query, key and value projections even where `bias` is off (Qwen 2)."""
-    qk_norm: Literal["none", "head", "width"] = "none"
-    """Normalisation of queries and keys before they are rotated: of each head (Qwen 3, Gemma 3), or of all heads
-    together (OLMo 2)."""
+    qk_norm: Literal["none", "head", "width", "unit"] = "none"
+    """Normalisation of queries and keys: of each head (Qwen 3, Gemma 3), or of all heads together (OLMo 2), before
+    they are rotated; unit: of each head without weights, after they are rotated, in layers where they are (Llama
+    4)."""
     sinks: bool = False
     """Each head's softmax has one more, trained score, which belongs to no key (gpt-oss)."""
     attention_scale: Annotated[float, Interval(0)] = 0.0
@@ -278,6 +307,9 @@ class ModelConfig(Hashed):
     """Divides the logits of the head, before their soft cap (Granite 3)."""
     tied: bool = True
     """The head shares the embedding's weights."""
+    reward: bool = False
+    """The head gives one number for a sequence, at its last token, instead of logits: a reward model, which corpus
+    preferences trains (docs/guides/preference-tuning.md)."""
     dropout: Annotated[float, Interval(0), Interval(below=1)] = 0.0
     """Drop probability after the embedding, in attention and on each residual branch while training."""
     norm_eps: Annotated[float, Interval(above=0), Example("1e-6")] = 1e-5
@@ -292,6 +324,7 @@ class ModelConfig(Hashed):
     init_std: Annotated[float, Interval(0)] = 0.02
     """Standard deviation of initial weights; residual outputs get init_std / sqrt(2 n_layers) (GPT-2, section 2.3)."""
     rope_scaling: RopeScaling = field(default_factory=RopeScaling)
+    query_growth: QueryGrowth = field(default_factory=QueryGrowth)
     moe: MoE = field(default_factory=MoE)
     mla: MLA = field(default_factory=MLA)
     sparse: SparseAttention = field(default_factory=SparseAttention)
@@ -373,7 +406,14 @@ class ModelConfig(Hashed):
 
     def window_of(self, layer: int) -> int:
         """Returns the keys that a query of layer `layer` sees at most; 0: all."""
+        if self.window_pattern:
+            kinds = self.window_pattern.split(",")
+            return 0 if kinds[layer % len(kinds)].strip() == "full" else self.window
         return 0 if self.full_every and (layer + 1) % self.full_every == 0 else self.window
+
+    def norms_heads(self, layer: int) -> bool:
+        """Returns whether queries and keys of layer `layer` are normalised."""
+        return self.qk_norm != "none" and (self.qk_norm != "unit" or self.rotates(layer))
 
     @property
     def expert_ff_size(self) -> int:

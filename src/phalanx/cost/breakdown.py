@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from phalanx.config.corpora import Compared
 from phalanx.config.job import Job
 from phalanx.config.model import ModelConfig
 from phalanx.config.precision import HALF
@@ -49,6 +50,16 @@ def slow_format(spec: StepSpec) -> str:
         return ""
     at = f" at {device.fp32_tflops:.3g} TFLOP/s" if device.fp32_tflops else ""
     return f"in fp32 a device multiplies{at}, in {name} at {half:.3g}: train.precision={name}"
+
+
+def not_covered(compared: Compared) -> str:
+    """Says what the figures of a step leave out, or returns nothing."""
+    if compared != "completions":
+        return ""
+    return (
+        "these are the figures of one update (GRPO): generating completions, rewarding them, the forward passes that "
+        "score them, and the reference model, which is a copy of the trained parameters, come on top"
+    )
 
 
 def time_lines(prediction: Prediction) -> list[str]:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from phalanx.blocks.kinds import BlockKind, block_kinds
 from phalanx.blocks.operator import is_expert
 from phalanx.blocks.parameters import block_weights
-from phalanx.blocks.residual import VOCABULARY, embedding_weights, head_weights
+from phalanx.blocks.residual import VOCABULARY, embedding_weights, head_rows, head_weights
 from phalanx.config.layout import Layout
 from phalanx.config.model import ModelConfig
 from phalanx.cost.exposed import larger
@@ -146,8 +146,8 @@ def kinds_of(model: ModelConfig, recomputes: str, layers: range) -> tuple[tuple[
 
 @lru_cache(maxsize=4096)
 def table(model: ModelConfig, tp: int) -> int:
-    """Returns the parameters of a tensor rank's part of the embedding, or of the head."""
-    return VOCABULARY._replace(shape=(model.vocab_size, model.d_model)).size_on(tp)
+    """Returns the parameters of a tensor rank's part of the head, which may be the embedding."""
+    return VOCABULARY._replace(shape=(head_rows(model, model.vocab_size), model.d_model)).size_on(tp)
 
 
 @lru_cache(maxsize=4096)

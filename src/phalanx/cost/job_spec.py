@@ -9,7 +9,7 @@ from functools import lru_cache
 from phalanx.blocks.kinds import block_kinds
 from phalanx.config.cluster import with_processes
 from phalanx.config.clusters import CLUSTERS, cluster_of
-from phalanx.config.corpora import has_pairs
+from phalanx.config.corpora import compared_in
 from phalanx.config.job import Job
 from phalanx.config.layout import Layout
 from phalanx.config.model import ModelConfig
@@ -154,7 +154,7 @@ def rank_spec(job: Job, vocab: int, device: str = "") -> StepSpec:
         stages=stages(model, job.layout),
         document_mask=job.data.document_mask,
         more=update_costs(job),
-        pairs=has_pairs(job.data),
+        compared=compared_in(job.data),
     )
     return with_loss_chunk(with_recompute_budget(spec))
 

@@ -12,6 +12,7 @@ from typing import Any
 from phalanx.config.cluster import Cluster
 from phalanx.config.clusters import CLUSTERS
 from phalanx.config.job import Job
+from phalanx.partition.ramp import ramp_of
 from phalanx.units import figure, seconds
 
 FIGURES = ("price_per_device_hour", "power_w", "carbon_g_per_kwh")
@@ -112,8 +113,8 @@ class Prices:
 
 
 def tokens_of(job: Job, tokens: float) -> float:
-    """Returns the tokens of a run: `tokens`, or with 0 those of train.steps × train.global_batch × model.seq_len."""
-    return tokens or job.train.steps * job.train.global_batch * job.model.seq_len
+    """Returns the tokens of a run: `tokens`, or with 0 those of its train.steps."""
+    return tokens or ramp_of(job).samples(job.train.steps) * job.model.seq_len
 
 
 def is_asked(cluster: Cluster, tokens: float) -> bool:

@@ -34,6 +34,7 @@ from phalanx.cost.step_state import (
     state_seconds,
     synchronization_seconds,
 )
+from phalanx.notebook import ShownInNotebooks
 from phalanx.partition.derived import Tier, gathers_parameters, modes, written
 from phalanx.schedule import catalogue
 from phalanx.schedule.timing import bubble_fraction
@@ -92,8 +93,10 @@ class Parts:
 
 
 @dataclass(frozen=True)
-class Prediction:
+class Prediction(ShownInNotebooks):
     """One step of a job: time, memory and traffic."""
+
+    page, height = "phalanx.pictures.prediction:page", 560
 
     parts: Parts
     """Seconds of the step by part."""

@@ -444,10 +444,10 @@ def _of_chunk(spec: StepSpec, operators: Iterable[Operator], chunks: float) -> I
 
 
 def _repeats_logits(spec: StepSpec) -> bool:
-    """Returns whether the backward pass computes logits again: of tiles, or of chunks of preference pairs, the factors
-    of whose gradients are known when the whole loss is."""
+    """Returns whether the backward pass computes logits again: of tiles, or of chunks of sequences that are
+    compared, the factors of whose gradients are known when the whole loss is."""
     return head_tiles(spec.model, spec.layout) > 1 or (
-        spec.pairs and not spec.model.lora.rank and spec.layout.logits_of(place(spec).tokens) > 0
+        bool(spec.compared) and not spec.model.lora.rank and spec.layout.logits_of(place(spec).tokens) > 0
     )
 
 

@@ -9,6 +9,7 @@ from typing import Literal
 from phalanx.blocks.kinds import BlockKind
 from phalanx.blocks.operator import MemoryProfile
 from phalanx.config.cluster import Cluster
+from phalanx.config.corpora import Compared
 from phalanx.config.job import Optimizer
 from phalanx.config.layout import Layout
 from phalanx.config.model import ModelConfig
@@ -167,8 +168,8 @@ class StepSpec(Hashed):
     """What techniques add to the optimizer's step."""
     given: bool = True
     """Whether layout and batch are known; False: parts of them were filled in for a row of a table."""
-    pairs: bool = False
-    """Whether the loss compares pairs of sequences (DPO), so that the gradients of one follow the other."""
+    compared: Compared = ""
+    """What the loss compares (DPO, GRPO): the factors of its tokens' gradients are known at the end."""
 
     @property
     def fitted(self) -> bool:

@@ -19,6 +19,7 @@ from phalanx.blocks.kinds import BlockKind, block
 from phalanx.blocks.operator import Operator, Place, place_of
 from phalanx.blocks.parameters import weight_of
 from phalanx.blocks.residual import boundary, embedding, head
+from phalanx.config.corpora import Compared
 from phalanx.config.job import Optimizer
 from phalanx.config.layout import Layout, Recompute
 from phalanx.config.model import ModelConfig
@@ -430,7 +431,7 @@ STATUS = 3 * 8
 MTP_STATUS = 8
 """Bytes of the loss of modules for further tokens beside them."""
 PAIR_STATUS = 4 * 8
-"""Bytes of the sums over preference pairs beside them."""
+"""Bytes of the sums over preference pairs, or completions, beside them."""
 SEQUENCE_SUM = 8
 """Bytes of the log-probability of a sequence, which context-parallel ranks sum."""
 TICKET = 8
@@ -449,7 +450,7 @@ def step_traffic(
     rank: int = 0,
     rows: float | None = None,
     optimizer: Optimizer = ADAMW,
-    pairs: bool = False,
+    compared: Compared = "",
     conversations: int = 1,
     share: float = 1,
     fp8_scaling: Fp8Scaling = "rowwise",
@@ -463,8 +464,8 @@ def step_traffic(
     (phalanx.partition.cut.stages_of); None: those of `layout.pp_cut`. `rows` are those that this rank sent to other
     ranks' experts, or as an expert's rank back to theirs, in the forward passes of all layers and micro-batches, if
     known: each layer counts an equal share of them, which matters if layers recompute differently. An `optimizer` that
-    updates whole matrices sends pieces of them. `pairs`: the loss compares preference pairs. `conversations`: the most
-    that are packed into a sequence, known once the data are read.
+    updates whole matrices sends pieces of them. `compared`: what the loss compares. `conversations`: the most that
+    are packed into a sequence, known once the data are read.
 
     Replicas that synchronize every sync_every steps (local_sgd, diloco) send a share of it per step. A pipeline without
     a flush sends the mean over a run of steps. With sync=asp a step's parts go to whichever replica is ready: `share`
@@ -500,7 +501,7 @@ def step_traffic(
             routed[kind] += number * passes.forward
             if rows is None:
                 here.take(row_traffic(place, *kind), number * balanced_rows(place))
-        if pairs and stage == last:
+        if compared == "pairs" and stage == last:
             here.add("cp", "all_reduce", batch.micro_batch * SEQUENCE_SUM, layout.cp)
         passed.take(here, passes.forward / plan.slices)
     if rows is not None:
@@ -508,7 +509,7 @@ def step_traffic(
             passed.take(row_traffic(place, *kind), rows * (blocks / routed.total()))
     passed.note("pp", "send", work.sends * place.bytes_of(boundary(place)))
     table.take(passed, share / work.steps)
-    more = PAIR_STATUS if pairs else MTP_STATUS if model.mtp else 0
+    more = PAIR_STATUS if compared else MTP_STATUS if model.mtp else 0
     _status(table, layout, STATUS + TICKET if layout.sync == "asp" else STATUS + more, share)
     return table.traffic()
 

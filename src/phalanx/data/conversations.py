@@ -7,15 +7,16 @@ the sequence length nor on packing.
 Rows of preferences, a chosen and a rejected answer, become two sequences with the loss on their last answer alone. They
 are neighbours wherever samples are numbered: sequence 2i is chosen, 2i + 1 rejected, in the shards, in the order of
 samples and in every micro-batch. Other forms of such rows are brought to pairs: KTO's labels, and ranked responses.
+
+Rows of prompts are stored as conversations whose last answer is the right one, of which nothing is trained.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from bisect import bisect_left, insort
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +26,14 @@ from phalanx.config.corpora import PAIR, has_answers
 from phalanx.config.job import IGNORE, Data
 from phalanx.data.answers import ANSWERS
 from phalanx.data.index import ANSWER, read_table, token_ids
-from phalanx.data.loader import MicroBatch, ShardData, samples_of
+from phalanx.data.loader import MicroBatch, samples_of
+from phalanx.data.packing import PackingFacts, RangeData
 from phalanx.data.rows import (
     Message,
     Placed,
     Row,
     checked,
+    conversation_of,
     messages_of,
     plain,
     require_known,
@@ -39,85 +42,17 @@ from phalanx.data.rows import (
     trained,
     with_context,
 )
+from phalanx.data.tokenizer import Tokenizer
 from phalanx.errors import DataError
 
 
-def pack(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray]:
-    """Packs items of `lengths` (items,), each from 1 to `capacity`, into bins of `capacity`.
-
-    Returns the items in the order of their bins, (items,) int64, and where each bin begins, (bins + 1,) int64: bin b
-    holds items[starts[b] : starts[b + 1]]. The result depends on the lengths alone."""
-    free: list[int] = []
-    """Room that some bin has left, in ascending order, each once."""
-    bins_with: dict[int, list[int]] = {}
-    bins = 0
-    bin_of = np.empty(len(lengths), dtype=np.int64)
-    order = np.argsort(-lengths, kind="stable")
-    for item, length in zip(order.tolist(), lengths[order].tolist(), strict=True):
-        place = bisect_left(free, length)
-        if place == len(free):
-            chosen, room = bins, capacity
-            bins += 1
-        else:
-            room = free[place]
-            chosen = bins_with[room].pop()
-            if not bins_with[room]:
-                del bins_with[room], free[place]
-        bin_of[item] = chosen
-        if left := room - length:
-            if left not in bins_with:
-                bins_with[left] = []
-                insort(free, left)
-            bins_with[left].append(chosen)
-    items = np.argsort(bin_of, kind="stable")
-    return items, np.searchsorted(bin_of[items], np.arange(bins + 1))
-
-
-def one_each(items: int) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the result of `pack` with a bin for each item."""
-    return np.arange(items), np.arange(items + 1)
-
-
-PADDING = 0
-"""The token id of padding, which no token of a conversation sees and whose targets do not count."""
-
-
-@dataclass(frozen=True)
-class PackingFacts:
-    """The numbers of conversations of a split that are used, cut and left out at one sequence length."""
-
-    conversations: int
-    truncated: int
-    """Conversations that were too long, and lost their end."""
-    dropped: int
-    """Conversations that are left out: too long, or without an answer in what is left of them."""
-    samples: int
-    positions: int
-    """Inputs of all samples: samples × seq_len."""
-    used: int
-    """Those that are not padding."""
-    counted: int
-    """Those whose target counts in the loss."""
-
-    @property
-    def efficiency(self) -> float:
-        """The share of the positions that is not padding."""
-        return self.used / self.positions if self.positions else 0.0
-
-    def line(self) -> str:
-        """Returns the facts as `key: value` pairs."""
-        return (
-            f"conversations: {self.conversations:,}  samples: {self.samples:,}  truncated: {self.truncated:,}  "
-            f"dropped: {self.dropped:,}  used: {self.efficiency:.1%} of positions  "
-            f"counted: {self.counted / max(1, self.used):.1%} of used"
-        )
-
-
-class ConversationData(ShardData):
+class ConversationData(RangeData):
     """The samples of one split of conversations, as data.packing, too_long, loss_on and document_mask say.
 
-    A conversation of n tokens takes n - 1 positions: its inputs are all but the last token, its targets all but the
-    first. Raises DataError if the folder is damaged, or if no conversation is left."""
+    Raises DataError if the folder is damaged, or if no conversation is left."""
+
+    scored = False
+    """Whether the last token is an input, too."""
 
     def __init__(self, folder: Path, split: str, seq_len: int, data: Data, *, verify: bool = False):
         super().__init__(folder, split, seq_len, verify=verify)
@@ -126,83 +61,39 @@ class ConversationData(ShardData):
         tables = [read_table(folder, self.index, shard) for shard in shards]
         tokens, answers = np.concatenate([np.empty((0, 2), dtype=np.int64), *tables]).T
         starts = np.cumsum(tokens) - tokens
-        self._positions = np.minimum(tokens - 1, seq_len)
-        long = np.flatnonzero(tokens - 1 > seq_len)
+        inputs = tokens if self.scored else tokens - 1
+        positions = np.minimum(inputs, seq_len)
+        long = np.flatnonzero(inputs > seq_len)
         if data.too_long == "truncate":
             for conversation in long:  # the others are not read before they are needed
-                kept = self.read(int(starts[conversation]) + 1, seq_len)
+                kept = self.read(int(starts[conversation]) + 1, seq_len - self.scored)
                 answers[conversation] = np.count_nonzero(kept & ANSWER)
         else:
             answers[long] = 0
-        self._starts = starts
-        self._counted = answers if self.answers_only else np.where(answers > 0, self._positions, 0)
+        counted = answers if self.answers_only else np.where(answers > 0, positions, 0)
         usable = np.flatnonzero(self._usable(answers))
-        lengths = self._positions[usable]
-        items, self._bounds = pack(lengths, seq_len) if data.packing else one_each(len(usable))
-        self._items = usable[items]
-        self.sample_count = len(self._bounds) - 1
-        if not self.sample_count:
+        if not usable.size:
             raise DataError(
                 f"{folder}: none of the {len(tokens):,} conversations of split {split} has an answer within "
                 f"model.seq_len {seq_len}: use a longer sequence, "
                 f"{'data.too_long=truncate, ' if data.too_long != 'truncate' else ''}more rows, or another "
                 "data.val_fraction"
             )
-        self.most_conversations = int(np.diff(self._bounds).max())
-        self._counted_in = np.add.reduceat(self._counted[self._items], self._bounds[:-1])
-        self._used_in = np.add.reduceat(self._positions[self._items], self._bounds[:-1])
+        self._lengths = tokens[usable]
+        self.arrange(starts[usable], positions[usable], counted[usable], packs=data.packing)
         self.facts = PackingFacts(
             conversations=len(tokens),
             truncated=int(np.isin(long, usable).sum()),
             dropped=len(tokens) - len(usable),
-            samples=self.sample_count,
-            positions=self.sample_count * seq_len,
-            used=int(lengths.sum()),
-            counted=int(self._counted_in.sum()),
+            **self.sums(),
         )
 
     def _usable(self, answers: np.ndarray) -> np.ndarray:
         """Returns which conversations (n,) are read, given the tokens of answers that each has: those with any."""
         return answers > 0
 
-    def valid_tokens(self, first: int, count: int, seed: int) -> int:
-        return int(self._counted_in[self.order(first, count, seed)].sum())
-
-    @property
-    def tokens_in_pass(self) -> int:
-        return self.facts.counted
-
-    def used_positions(self, first: int, count: int, seed: int) -> int:
-        return int(self._used_in[self.order(first, count, seed)].sum())
-
-    def micro_batch(self, ids: np.ndarray, numbers: np.ndarray) -> MicroBatch:
-        shape = len(ids), self.seq_len
-        tokens = np.full(shape, PADDING, dtype=np.int64)
-        targets = np.full(shape, IGNORE, dtype=np.int64)
-        conversations = np.full(shape, -1, dtype=np.int64)
-        for row, sample in enumerate(ids.tolist()):
-            place = 0
-            for number, item in enumerate(self._items[self._bounds[sample] : self._bounds[sample + 1]].tolist()):
-                end = place + int(self._positions[item])
-                stored = self.read(int(self._starts[item]), end - place + 1)
-                plain = token_ids(stored, self.index)
-                tokens[row, place:end] = plain[:-1]
-                counts = (stored[1:] & ANSWER > 0) | (not self.answers_only)
-                targets[row, place:end] = np.where(counts, plain[1:].astype(np.int64), IGNORE)
-                conversations[row, place:end] = number
-                place = end
-        self._require_in_vocabulary(max(int(tokens.max(initial=0)), int(targets.max(initial=0))))
-        documents = None
-        if self.document_mask:  # padding is a document of its own
-            documents = np.where(conversations < 0, self.most_conversations, conversations)
-        return MicroBatch(
-            tokens,
-            targets,
-            numbers,
-            documents,
-            conversations=conversations,
-            most_conversations=self.most_conversations,
-        )
+    def counts(self, stored: np.ndarray) -> np.ndarray | bool:
+        return (stored & ANSWER > 0) | (not self.answers_only)
 
 
 _PROMPTS = ("prompt", "messages", "conversations", "history")
@@ -352,6 +243,48 @@ def pair_of(record: dict[str, Any]) -> list[list[Message]]:
     return pair
 
 
+def prompt_rows(files: Iterable[Path], data: Data) -> Iterator[Row]:
+    """Yields the rows of corpus prompts, one conversation each: `prompt`, a text or messages, or `messages`, then what
+    `answer` is as a text, JSON unless it is one."""
+    return rows_of(files, data, lambda record: (conversation_of(_answered(record)),), only_last=True)
+
+
+def _answered(record: dict[str, Any]) -> dict[str, Any]:
+    """Returns a row with the answer where rows of corpus chat have it. Raises ValueError without prompt or answer."""
+    asked = next((name for name in ("prompt", "messages") if record.get(name) is not None), "")
+    if missing := [*([] if asked else ["prompt"]), *(["answer"] if record.get("answer") is None else [])]:
+        raise ValueError(
+            f"no {' and no '.join(missing)}: expected prompt (a text or messages) and answer; data.columns names "
+            "others, such as [question:prompt]"
+        )
+    answer = record["answer"]
+    text = answer if isinstance(answer, str) else json.dumps(answer, ensure_ascii=False)
+    said = [*messages_of(record[asked], "user"), {"role": ANSWERS, "content": text}]
+    return {name: value for name, value in record.items() if name not in ("prompt", "answer")} | {"messages": said}
+
+
+class PromptData(ConversationData):
+    """The prompts of one split, with their answers."""
+
+    def prompt(self, sample: int) -> tuple[list[int], str]:
+        """Returns the tokens of a prompt, and its answer."""
+        stored = self.read(int(self._starts[sample]), int(self._lengths[sample]))  # one each
+        answer, tokens = (stored & ANSWER) > 0, token_ids(stored, self.index).astype(np.int64)
+        self._require_in_vocabulary(int(tokens.max()))
+        right = without_end(self.tokenizer, tokens[answer].tolist())
+        return tokens[: int(answer.argmax())].tolist(), self.tokenizer.decode(right)
+
+
+def ends_of(tokenizer: Tokenizer) -> tuple[int, ...]:
+    """Returns the tokens that end an answer: those of the tokenizer, or, of one without, what separates documents."""
+    return tokenizer.end_ids or tokenizer.separator[-1:]
+
+
+def without_end(tokenizer: Tokenizer, tokens: list[int]) -> list[int]:
+    """Returns the tokens of an answer without the last one if that ends it."""
+    return tokens[:-1] if tokens and tokens[-1] in ends_of(tokenizer) else tokens
+
+
 def _begins(conversation: list[Message], before: list[Any]) -> bool:
     """Returns whether a conversation begins with messages, with or without its system message, whatever else these
     have."""
@@ -395,3 +328,15 @@ class PreferenceData(ConversationData):
     def spread(self, ids: np.ndarray, samples: int) -> np.ndarray:
         """Returns pairs that are spaced evenly over the split: (n,) int64."""
         return PAIR * (ids // PAIR * (self.sample_count // PAIR) // (samples // PAIR)) + ids % PAIR
+
+
+class ScoredPairs(PreferenceData):
+    """The pairs of one split for a reward model: all tokens are inputs, and the last one, where a sequence has its
+    score, has 0 as its target."""
+
+    scored = True
+
+    def inputs_and_targets(self, first: int, positions: int) -> tuple[np.ndarray, np.ndarray]:
+        targets = np.full(positions, IGNORE, dtype=np.int64)
+        targets[-1] = 0
+        return token_ids(self.read(first, positions), self.index).astype(np.int64), targets

@@ -19,7 +19,7 @@ from phalanx.check.job import data_problems
 from phalanx.check.load import load_file
 from phalanx.config.corpora import PAIR, has_pairs
 from phalanx.config.job import Data
-from phalanx.data.conversations import ConversationData, PackingFacts, preference_rows
+from phalanx.data.conversations import preference_rows, prompt_rows
 from phalanx.data.corpus import documents, text_files
 from phalanx.data.files import SPLITS, stderr_progress
 from phalanx.data.formats import IN_WORDS, compression_of, form_of, missing, pair_of, records
@@ -36,12 +36,14 @@ from phalanx.data.index import (
 )
 from phalanx.data.megatron import open_megatron
 from phalanx.data.mixture import MixedData, Rounds, open_split
+from phalanx.data.packing import PackingFacts, RangeData
 from phalanx.data.prepare import prepare
 from phalanx.data.rows import Causes, Row, chat_rows, row_files, row_texts
 from phalanx.data.settings import prepared_path, source_settings
 from phalanx.data.tokenizer import Tokenizer
 from phalanx.echo import echo
 from phalanx.errors import DataError, JobError
+from phalanx.partition.ramp import ramp_of
 
 SAMPLE_CHARACTERS = 60
 
@@ -76,13 +78,15 @@ def prepare_and_report(data: Data, seq_len: int, *, force: bool, verify: bool, a
 
 
 def _packing(folder: Path, index: Index, data: Data, seq_len: int) -> dict[tuple[str, int], PackingFacts]:
-    """Returns what became of the conversations, by split and number of the source; nothing for a text."""
+    """Returns what became of conversations and packed documents, by split and number of the source."""
     found = {}
     for split in SPLITS:
         for source, each in enumerate(index.folders(folder)):
-            if any(shard.conversations for shard in read_index(each).splits[split]):
+            shards = read_index(each).splits[split]
+            if any(shard.conversations or (data.packing and shard.tokens) for shard in shards):
                 samples = open_split(each, split, seq_len, data)
-                assert isinstance(samples, ConversationData)
+                if not isinstance(samples, RangeData):
+                    continue  # a text among conversations
                 found[split, source] = samples.facts
     return found
 
@@ -185,13 +189,16 @@ def inspected(file: Path, template: str = "chatml", job: Data | None = None) -> 
     pairs = ({"chosen", "rejected"}, {"completion", "label"}, {"responses"})
     if any(each <= names.keys() for each in pairs):
         corpus, read = "preferences", preference_rows
+    elif {"prompt", "answer"} <= names.keys():
+        corpus, read = "prompts", prompt_rows
     else:
         corpus, read = "chat", chat_rows
     is_text = "text" in names and not names.keys() & {"messages", "conversations", "prompt", "instruction"}
     if job.corpus == "text" if job else is_text and corpus == "chat":
         return found | _of_text(file, job)
-    if job and job.corpus in ("chat", "preferences"):
-        corpus, read = job.corpus, preference_rows if job.corpus == "preferences" else chat_rows
+    reads = {"chat": chat_rows, "preferences": preference_rows, "prompts": prompt_rows}
+    if job and job.corpus in reads:
+        corpus, read = job.corpus, reads[job.corpus]
     data = replace(job or Data(template=template), corpus=corpus, path=str(file))
     if problems := [f"{path}: {message}" for path, message in data_problems(data)]:
         raise JobError(problems)
@@ -207,7 +214,7 @@ def _of_job(file: Path) -> dict[str, Any]:
         if not data.path:
             raise DataError(f"{file}: this job's corpus is {data.corpus}, which has no file; name a data file")
         return inspected(Path(data.path).expanduser(), job=data)
-    total, samples = sum(source.weight for source in data.mix), job.train.steps * job.train.global_batch
+    total, samples = sum(source.weight for source in data.mix), ramp_of(job).samples(job.train.steps)
     group = PAIR if has_pairs(data) else 1
     drawn = Rounds.of([source.weight for source in data.mix]).drawn(samples // group).tolist()
     sources: list[dict[str, Any]] = []

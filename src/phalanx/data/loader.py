@@ -19,6 +19,7 @@ import threading
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Generator, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -27,9 +28,11 @@ from types import TracebackType
 from typing import Generic, TypeVar
 
 import numpy as np
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save
 
 from phalanx.config.job import IGNORE
-from phalanx.data.files import SPLITS
+from phalanx.data.files import SPLITS, write_atomic
 from phalanx.data.index import (
     DIGEST_BYTES,
     DTYPES,
@@ -42,7 +45,11 @@ from phalanx.data.index import (
 )
 from phalanx.data.tokenizer import Tokenizer
 from phalanx.errors import DataError, JobError
+from phalanx.partition.derived import Batch
+from phalanx.partition.ramp import Ramp, RampPhase
 
+SEARCHED = 1 << 22
+"""Tokens that are searched for documents at a time."""
 MAX_OPEN_FILES = 256
 """Shards of one split that are kept open; a process may have 1,024 files by default."""
 
@@ -393,6 +400,9 @@ class MicroBatch:
     reference: np.ndarray | None = None
     """(micro_batch,) float64: of preference pairs, the log-probability of each sequence's answer by the reference
     model; NaN for padding."""
+    policy: np.ndarray | None = None
+    """(micro_batch, seq_len, 4) float64, of sampled completions: each target's log-probability by the policy that
+    generated it and by the reference model, its sequence's advantage, and its weight in the mean over sequences."""
     conversations: np.ndarray | None = None
     """(micro_batch, seq_len) int64: the number of each position's conversation within its sample, from 0; -1 for
     padding; None if every sample is one without padding."""
@@ -400,6 +410,18 @@ class MicroBatch:
     """The most conversations of any sample of the split, the same on all ranks."""
     valid_share: float = 1.0
     """Valid targets / positions that are no padding, of all that one update covers: the same on all its ranks."""
+
+    def cut(self, parts: int) -> MicroBatch:
+        """Returns the micro-batch of texts with each sample cut into equal parts, which are samples of their own."""
+        if parts == 1:
+            return self
+
+        def rows(values: np.ndarray) -> np.ndarray:
+            return values.reshape(len(values) * parts, -1)
+
+        ids = (self.sample_ids[:, None] * parts + np.arange(parts)).reshape(-1)
+        documents = None if self.documents is None else rows(self.documents)
+        return replace(self, tokens=rows(self.tokens), targets=rows(self.targets), sample_ids=ids, documents=documents)
 
 
 class ShardData(ABC):
@@ -585,6 +607,33 @@ class TokenData(ShardData):
             ends &= tokens[:, place : place + self.seq_len] == token
         return ends.cumsum(axis=1) - ends
 
+    def document_starts(self) -> np.ndarray:
+        """Returns where each document of the split begins: (documents,) int64. They are searched once, and kept beside
+        the shards if these can be written."""
+        path = self.folder / f"{self.split}.documents"
+        identity = {"fingerprint": self.index.fingerprint}
+        with suppress(OSError, SafetensorError, KeyError), safe_open(path, "np") as kept:
+            starts, known = kept.get_tensor("starts"), kept.metadata() or {}
+            if known == {**identity, "sha256": hashlib.sha256(starts.tobytes()).hexdigest()}:
+                return starts
+        starts = self._searched_starts()
+        digest = hashlib.sha256(starts.tobytes()).hexdigest()
+        with suppress(OSError):
+            write_atomic(path, save({"starts": starts}, {**identity, "sha256": digest}))
+        return starts
+
+    def _searched_starts(self) -> np.ndarray:
+        separator, found = self.tokenizer.separator, [np.zeros(1, dtype=np.int64)]
+        before = len(separator) - 1
+        for first in range(0, self.tokens - before, SEARCHED):
+            tokens = self.read(first, min(SEARCHED + before, self.tokens - first))
+            ends = np.ones(len(tokens) - before, dtype=bool)
+            for place, token in enumerate(separator):
+                ends &= tokens[place : place + len(ends)] == token
+            found.append(first + before + 1 + np.flatnonzero(ends))
+        starts = np.concatenate(found)
+        return starts[starts < self.tokens]
+
     def micro_batch(self, ids: np.ndarray, numbers: np.ndarray) -> MicroBatch:
         samples = self.samples(ids)
         # Copies: with one row both slices are contiguous views of the same memory, and padding writes to the targets.
@@ -601,7 +650,7 @@ class Batches:
     Step s takes the global samples first_sample + s × global_batch and the global_batch - 1 after it; rank r takes the
     r-th of `ranks` equal parts of them, in order, as global_batch / (ranks × micro_batch) micro-batches. `prefetch`
     steps are read ahead; 0 reads in the caller's thread. Independent `replicas` each update with one of so many equal
-    parts of a step. Use it in a `with` block, or close it.
+    parts of a step. With a `ramp` the steps from `first_step` on have its sizes. Use it in a `with` block, or close it.
 
     Raises JobError if global_batch is not a multiple of ranks × micro_batch.
     """
@@ -618,6 +667,8 @@ class Batches:
         first_sample: int = 0,
         prefetch: int = 4,
         replicas: int = 1,
+        ramp: Ramp | None = None,
+        first_step: int = 0,
     ):
         if micro_batch < 1 or global_batch < 1 or global_batch % (ranks * micro_batch):
             raise JobError(
@@ -628,14 +679,15 @@ class Batches:
             raise JobError(
                 f"a micro-batch of {micro_batch} sequences cuts a group of {data.group} that belong together"
             )
+        phase = RampPhase(0, 0, Batch(global_batch, micro_batch, global_batch // (ranks * micro_batch), ranks), 1)
         steps = _steps(
             data,
-            global_batch=global_batch,
-            micro_batch=micro_batch,
+            ramp=ramp or Ramp((phase,)),
+            step=first_step,
             rank=rank,
             ranks=ranks,
             seed=seed,
-            first_sample=first_sample,
+            first=first_sample,
             replicas=replicas,
         )
         self._steps = ReadAhead(steps, prefetch) if prefetch > 0 else steps
@@ -702,25 +754,26 @@ def _replacements(damaged: Collection[int], count: int) -> dict[int, int]:
 def _steps(
     data: ShardData,
     *,
-    global_batch: int,
-    micro_batch: int,
+    ramp: Ramp,
+    step: int,
     rank: int,
     ranks: int,
     seed: int,
-    first_sample: int,
+    first: int,
     replicas: int,
 ) -> Generator[list[MicroBatch]]:
-    share = global_batch // ranks
-    first = first_sample + rank * share
     while True:
-        numbers = np.arange(first, first + share)
-        ids = data.order(first, share, seed)
+        phase = ramp.at(step)
+        share, micro_batch = phase.batch.global_batch // ranks, phase.batch.micro_batch
+        begin = first + rank * share
+        numbers = np.arange(begin, begin + share)
+        ids = data.order(begin, share, seed)
         parts = [slice(start, start + micro_batch) for start in range(0, share, micro_batch)]
-        micro_batches = [data.micro_batch(ids[part], numbers[part]) for part in parts]
+        micro_batches = [data.micro_batch(ids[part], numbers[part]).cut(phase.parts) for part in parts]
         if data.most_conversations:
             together = ranks // replicas  # ranks that update with the same samples
-            update = first - rank % together * share, together * share, seed
+            update = begin - rank % together * share, together * share, seed
             valid_share = data.valid_tokens(*update) / data.used_positions(*update)
             micro_batches = [replace(micro, valid_share=valid_share) for micro in micro_batches]
         yield micro_batches
-        first += global_batch
+        first, step = first + phase.batch.global_batch, step + 1

@@ -11,6 +11,7 @@ import hashlib
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -149,14 +150,18 @@ class MegatronData(TokenData):
     knows_documents = True
 
     def documents(self, ids: np.ndarray) -> np.ndarray:
-        starts = open_megatron(self.index.elsewhere).documents if self._starts is None else self._starts
-        self._starts = starts
-        before = sum(self.index.tokens(split) for split in SPLITS[: SPLITS.index(self.split)])
-        places = before + ids[:, None] * self.seq_len + np.arange(self.seq_len)
-        numbers = np.searchsorted(starts, places, side="right")
+        places = ids[:, None] * self.seq_len + np.arange(self.seq_len)
+        numbers = np.searchsorted(self._starts, places, side="right")
         return numbers - numbers[:, :1]
 
-    _starts: np.ndarray | None = None
+    def document_starts(self) -> np.ndarray:
+        return self._starts
+
+    @cached_property
+    def _starts(self) -> np.ndarray:
+        before = sum(self.index.tokens(split) for split in SPLITS[: SPLITS.index(self.split)])
+        starts = open_megatron(self.index.elsewhere).documents - before
+        return np.append(0, starts[(starts > 0) & (starts < self.tokens)])
 
 
 def cut_of(total: int, val_fraction: float) -> int:

@@ -17,12 +17,13 @@ from types import MappingProxyType
 
 import numpy as np
 
-from phalanx.config.corpora import MIX_ROUND, PAIR
+from phalanx.config.corpora import CORPORA, MIX_ROUND, PAIR, has_prompts
 from phalanx.config.job import Data, MixSource
-from phalanx.data.conversations import ConversationData, PreferenceData
+from phalanx.data.conversations import ConversationData, PreferenceData, PromptData, ScoredPairs
 from phalanx.data.index import read_index
 from phalanx.data.loader import MicroBatch, ShardData, TokenData
 from phalanx.data.megatron import MegatronData
+from phalanx.data.packing import BestFitDocuments
 
 
 @dataclass(frozen=True)
@@ -152,8 +153,8 @@ class MixedData(ShardData):
             numbers,
             _joined([row.documents for row in rows]),
             _joined([row.reference for row in rows]),
-            _joined([row.conversations for row in rows]),
-            max(1, self.most_conversations),
+            conversations=_joined([row.conversations for row in rows]),
+            most_conversations=max(1, self.most_conversations),
         )
 
     def refer(self, values: np.ndarray) -> None:
@@ -179,18 +180,28 @@ NONE: Mapping[Path, Collection[int]] = MappingProxyType({})
 
 
 def open_split(
-    folder: Path, split: str, seq_len: int, data: Data, damaged: Mapping[Path, Collection[int]] = NONE
+    folder: Path,
+    split: str,
+    seq_len: int,
+    data: Data,
+    damaged: Mapping[Path, Collection[int]] = NONE,
+    *,
+    scored: bool = False,
 ) -> ShardData:
     """Returns the samples of one split of a job's prepared folder; `damaged` are those of each folder of shards that
-    are not read. Raises DataError as their class does."""
+    are not read; `scored`: pairs are for a reward model. Raises DataError as their class does."""
     index = read_index(folder)
     found: list[ShardData] = []
     for each in index.folders(folder):
         own = read_index(each)
         if own.row_size:
-            kind = PreferenceData if own.row_size == PAIR else ConversationData
+            pairs = ScoredPairs if scored else PreferenceData
+            kind = pairs if own.row_size == PAIR else ConversationData
+            kind = PromptData if has_prompts(data) else kind
             found.append(kind(each, split, seq_len, data))
         else:
             text = MegatronData if own.elsewhere else TokenData
-            found.append(text(each, split, seq_len, document_mask=data.document_mask, damaged=damaged.get(each, ())))
+            of_text = text(each, split, seq_len, document_mask=data.document_mask, damaged=damaged.get(each, ()))
+            packs = data.packing and CORPORA[data.corpus].rows is None
+            found.append(BestFitDocuments(of_text) if packs else of_text)
     return MixedData(folder, split, seq_len, data.mix, found) if index.sources else found[0]

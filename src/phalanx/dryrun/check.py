@@ -1,4 +1,4 @@
-"""Whether a job fits, by rehearsing the ranks that may be fullest."""
+"""Whether a job or a planned layout fits, by rehearsing the ranks that may be fullest."""
 
 from __future__ import annotations
 
@@ -13,13 +13,16 @@ from phalanx.cost.job_spec import rank_spec
 from phalanx.cost.rank_memory import RankMemory, step_memory
 from phalanx.data.files import Progress, silent
 from phalanx.dryrun.rehearse import RankRehearsal, device_type_of, distinct_ranks, rehearse
-from phalanx.errors import JobError
+from phalanx.errors import DoesNotFitError, JobError
 from phalanx.partition import derived as batch
+from phalanx.plan.plan import Candidate, Plan
 from phalanx.techniques.compiling import compiles
 from phalanx.units import gib
 
 CHEAP = 600
 """Layers × micro-batches up to which every pipeline stage is rehearsed: about a minute."""
+CHECKED = 3
+"""Layouts of a plan that are rehearsed, beside those that do not fit."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +32,7 @@ class JobRehearsal:
     job: Job
     """The job as rehearsed: with fewer micro-batches where more change nothing in memory."""
     device: str
-    """The type of device: cpu or cuda."""
+    """torch's type of the device."""
     ranks: Sequence[RankRehearsal]
     predicted: Sequence[RankMemory]
     """Memory of the eager step, which is the rehearsed one, by pipeline rank."""
@@ -126,6 +129,34 @@ def check(job: Job, vocab_size: int, progress: Progress = silent) -> JobRehearsa
         needed = [each.needed for each in _memory(_eager(job), vocab_size, device)]
         ranks = [ranks[needed.index(max(needed))]]
     return rehearse_ranks(job, vocab_size, ranks, progress=progress)
+
+
+def check_plan(plan: Plan, job: Job, progress: Progress = silent) -> Plan:
+    """Returns the plan of a job with rehearsed candidates first: the best CHECKED that fit, without those before them
+    that do not, which are `struck`. Raises DoesNotFitError if none fits when rehearsed."""
+    good: list[Candidate] = []
+    struck, left = dict[str, str](), list(plan.best)
+    while left and len(good) < CHECKED:
+        each = left.pop(0)
+        progress("rehearsing layouts", len(good), CHECKED)
+        layout, batch = replace(each.layout, auto=False), each.spec.batch.global_batch
+        rehearsed = replace(job, layout=layout, train=replace(job.train, global_batch=batch))
+        try:
+            tried = check(rehearsed, each.spec.model.vocab_size)
+        except JobError as error:
+            struck[each.layout.line()] = str(error)
+            continue
+        if tried.fits:
+            good.append(replace(each, rehearsed=tried.needed(tried.fullest)))
+        else:
+            struck[each.layout.line()] = tried.verdict
+    progress("rehearsing layouts", CHECKED, CHECKED)
+    found = replace(plan, best=(*good, *left), struck=struck)
+    if plan.best and not good:
+        raise DoesNotFitError("\n".join(["rehearsed, and none can be recommended:", *found.struck_lines()]))
+    if good and good[0].layout != plan.best[0].layout:  # they are about another choice
+        return replace(found, notes=(), alternatives=())
+    return found
 
 
 def shortened(job: Job, vocab_size: int, device: str) -> Job:

@@ -1,7 +1,8 @@
-"""A GPU that is not there: what Python code asks of torch.cuda, answered for the device of a job.
+"""A GPU that is not there: what Python code asks of torch.accelerator and of torch.cuda or torch.xpu, answered for the
+device of a job.
 
-Fake tensors on it are `cuda:0` to Python, so that the branches for GPUs run; torch's own code, which may be built
-without CUDA, sees a CPU. Streams and events have nothing to order, as nothing is computed."""
+Fake tensors on it are `cuda:0` or `xpu:0` to Python, so that the branches for GPUs run; torch's own code, which may be
+built for CPUs, sees a CPU. Streams and events have nothing to order, as nothing is computed."""
 
 from __future__ import annotations
 
@@ -38,11 +39,21 @@ CAPABILITIES = {
 """Compute capabilities by the beginning of a device's name: of data-centre Blackwell where no other fits."""
 
 
+GPUS = {"cuda", "xpu"}
+"""torch's types of GPUs."""
+
+
 class _Stream:
     """A stream of the GPU, or a mark in one."""
 
     def __init__(self, device: Any = None, **_: Any):
-        self.device, self.device_index = torch.device("cuda", 0), 0
+        self.device, self.device_index = device, 0
+
+    def __enter__(self) -> _Stream:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        pass
 
     def record_event(self, event: Any = None) -> _Stream:
         return event or self
@@ -62,15 +73,13 @@ class _Stream:
         return 0.0
 
 
-CUDA, CPU = torch.device("cuda", 0), torch.device("cpu")
-
-
 class NamedDevices(TorchFunctionMode):
     """Notes which of torch's functions Python calls, to tell a CPU that Python names from one that torch's own code
     has inferred, for which all tensors are the CPU's."""
 
-    def __init__(self) -> None:
+    def __init__(self, gpu: torch.device) -> None:
         super().__init__()
+        self.gpu = gpu
         self.calls: list[tuple[Any, ...]] = []
         """The arguments of the calls that Python is in, innermost last."""
 
@@ -90,11 +99,11 @@ class NamedDevices(TorchFunctionMode):
         """Returns the device that an operation's result is for, whose caller names `device`."""
         if device is None or device.type != "cpu":
             return device
-        here = any(isinstance(x, FakeTensor) and x.fake_device == CUDA for x in given)
+        here = any(isinstance(x, FakeTensor) and x.fake_device == self.gpu for x in given)
         if self.calls:
             named, has_gpu = _named_and_on_gpu(self.calls[-1])
-            return CUDA if not named and (here or has_gpu) else device
-        return CUDA if here and torch._C._current_graph_task_id() >= 0 else device
+            return self.gpu if not named and (here or has_gpu) else device
+        return self.gpu if here and torch._C._current_graph_task_id() >= 0 else device
 
     @contextmanager
     def noting(self) -> Iterator[None]:
@@ -140,7 +149,7 @@ def _named_and_on_gpu(given: Iterable[Any]) -> tuple[bool, bool]:
     """Returns whether the arguments of a call name a CPU, and have tensors of the GPU."""
     flat = [x for each in given for x in (each if isinstance(each, (list, tuple)) else (each,))]
     named = any((isinstance(x, torch.device) and x.type == "cpu") or (isinstance(x, str) and x == "cpu") for x in flat)
-    return named, any(isinstance(x, FakeTensor) and x.fake_device == CUDA for x in flat)
+    return named, any(isinstance(x, FakeTensor) and x.fake_device.type in GPUS for x in flat)
 
 
 @contextmanager
@@ -156,28 +165,30 @@ class HostGenerator(torch.Generator):
 
 
 def stand_ins(
-    name: str, memory: int, capability: tuple[int, int], count: int = 1, architecture: str = ""
+    name: str, memory: int, capability: tuple[int, int], count: int = 1, architecture: str = "", kind: str = "cuda"
 ) -> dict[str, Any]:
-    """Returns the attributes of torch.cuda, by name, for `count` GPUs that the driver calls `name`, which have `memory`
-    bytes each. Streams and events have nothing to do."""
-    default = _Stream()
+    """Returns what stands in for attributes of torch, by name, for `count` GPUs of a type that the driver calls `name`,
+    which have `memory` bytes each. Streams and events have nothing to do."""
+    default = _Stream(torch.device(kind, 0))
     facts = SimpleNamespace(
         name=name, total_memory=memory, major=capability[0], minor=capability[1], multi_processor_count=132,
-        gcnArchName=architecture,
+        gpu_subslice_count=64, has_fp64=True, gcnArchName=architecture,
     )  # fmt: skip
-    return {
-        "Stream": _Stream,
-        "Event": _Stream,
-        "stream": _nothing,
-        "device": _nothing,
+    both = {
         "current_stream": lambda _=None: default,
-        "default_stream": lambda _=None: default,
         "set_stream": lambda _: None,
         "synchronize": lambda _=None: None,
         "empty_cache": lambda: None,
         "is_available": lambda: True,
-        "is_initialized": lambda: True,
         "device_count": lambda: count,
+    }
+    own = {
+        "Stream": _Stream,
+        "Event": _Stream,
+        "stream": _nothing,
+        "device": _nothing,
+        "default_stream": lambda _=None: default,
+        "is_initialized": lambda: True,
         "current_device": lambda: 0,
         "set_device": lambda _: None,
         "_lazy_init": lambda: None,
@@ -189,11 +200,18 @@ def stand_ins(
         "memory._record_memory_history": lambda **_: None,
         "memory._snapshot": dict,
     }
+    general = {
+        "current_accelerator": lambda _=False: torch.device(kind),
+        "current_device_index": lambda: 0,
+        "set_device_index": lambda _: None,
+    }
+    found = {f"{kind}.{key}": each for key, each in {**both, **own}.items()}
+    return {**found, **{f"accelerator.{key}": each for key, each in {**both, **general}.items()}, "Stream": _Stream}
 
 
 @contextmanager
-def pretended_gpu(cluster: Cluster) -> Iterator[None]:
-    """Gives this process the GPUs of one node of `cluster` in the `with` block."""
+def pretended_gpu(cluster: Cluster, kind: str = "cuda") -> Iterator[None]:
+    """Gives this process the GPUs of one node of `cluster`, of torch's type `kind`, in the `with` block."""
     name = cluster.accelerator.name
     entry = DEVICES.get(name)
     reported = entry.reported_as[0] if entry and entry.reported_as else name
@@ -217,14 +235,17 @@ def pretended_gpu(cluster: Cluster) -> Iterator[None]:
             held.callback(kernels._destroy)
             kernels.impl("silu_backward", lambda gradient, _: torch.empty_like(gradient), "CUDA")
         count = cluster.devices_per_node or 8
-        for attribute, stand_in in stand_ins(reported, memory, capability, count, architecture).items():
-            held.enter_context(mock.patch(f"torch.cuda.{attribute}", stand_in))
+        for attribute, stand_in in stand_ins(reported, memory, capability, count, architecture, kind).items():
+            held.enter_context(mock.patch(f"torch.{attribute}", stand_in, create=True))
         for target, attribute, stand_in in (
             (torch, "Generator", HostGenerator),
             (torch.version, "hip", "6.4" if architecture else None),
             (fake_tensor, "init_gpu_context", lambda _: None),
             (FakeTensor, "__torch_dispatch__", classmethod(dispatched)),
-            (FakeTensor, "is_cuda", property(lambda x: x.device.type == "cuda")),
+            *(
+                (FakeTensor, f"is_{each}", property(lambda x, each=each: x.device.type == each))
+                for each in ("cpu", kind)
+            ),
             (FakeTensor, "record_stream", lambda *_: None),
         ):
             held.enter_context(mock.patch.object(target, attribute, stand_in, create=True))
@@ -235,4 +256,4 @@ def device_of_torch(x: FakeTensor) -> torch.device:
     """Returns the device of a fake tensor for torch's own code."""
     if x.fake_mode.in_kernel_invocation:
         return torch.device("meta")
-    return torch.device("cpu") if x.fake_device.type == "cuda" else x.fake_device
+    return torch.device("cpu") if x.fake_device.type in GPUS else x.fake_device

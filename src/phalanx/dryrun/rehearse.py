@@ -18,7 +18,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from phalanx.checkpoint.parts import Snapshot
 from phalanx.comm.axis import Pending
 from phalanx.comm.calls import Recording, TimedCall, recorded
-from phalanx.config.clusters import ACCELERATORS
+from phalanx.config.cluster import DEVICE_TYPES
+from phalanx.config.clusters import ACCELERATORS, maker_of
 from phalanx.config.job import Job
 from phalanx.data.loader import MicroBatch
 from phalanx.dryrun.world import KNOWN_BYTES, Allocation, DryWorld, pretended
@@ -120,8 +121,9 @@ def problems(job: Job) -> Iterator[str]:
 def device_type_of(job: Job) -> str:
     """Returns the type of the device that a job's program would run on: the cluster's, though it is not here."""
     if job.cluster.device != "auto":
-        return job.cluster.device
-    return "cuda" if job.cluster.accelerator.name in ACCELERATORS else "cpu"
+        return DEVICE_TYPES[job.cluster.device]
+    name = job.cluster.accelerator.name
+    return DEVICE_TYPES[maker_of(name) or "cuda"] if name in ACCELERATORS else "cpu"
 
 
 def distinct_ranks(job: Job) -> list[int]:
@@ -166,7 +168,7 @@ def rehearse(
         raise JobError("this job cannot be rehearsed:\n" + "\n".join(f"  {each}" for each in found))
     began, steps = time.perf_counter(), steps or (3 if batch.overlaps(job.layout) else 2)
     job = replace(job, train=replace(job.train, steps=steps, compile=False))
-    recording, device = Recording(), torch.device(device_type, 0) if device_type == "cuda" else torch.device("cpu")
+    recording, device = Recording(), torch.device(device_type, *([0] if device_type != "cpu" else []))
     with (
         _without_warnings_of_torch(),
         recorded(recording),

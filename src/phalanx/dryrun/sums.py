@@ -163,9 +163,9 @@ class OperationRecorder(TorchDispatchMode):
 
     def begins(self, stepper: Stepper) -> None:
         self.mesh = stepper.mesh
-        replica, optimizer = stepper.replica, stepper.optimizer
+        optimizer = stepper.optimizer
         self.check("parameter", self._parameters(stepper))
-        self.check("shard", [(_identity(f), f.value) for f in replica.shards])
+        self.check("shard", [(_identity(f), f.value) for f in stepper.trained])
         self.check("master", [(_identity(f), optimizer.masters[f.name]) for f in optimizer.shards])
 
     def _parameters(self, stepper: Stepper) -> Iterator[tuple[str, Tensor]]:

@@ -96,7 +96,7 @@ class DryWorld(TorchDispatchMode):
         """Returns what the rank is doing."""
         self.device = device
         """The type of its device."""
-        self.named = NamedDevices() if device == "cuda" else None
+        self.named = NamedDevices(torch.device(device, 0)) if device != "cpu" else None
         self.results = results
         """By what operations are given, what they return."""
         self.live: dict[int, Allocation] = {}
@@ -440,7 +440,8 @@ def pretended(
     """Makes this process rank `rank` of `world` on a device of `cluster` in the `with` block: process groups whose
     other members are not there. In its `counting` tensors have no elements."""
     dry = DryWorld(phase, device.type, remembered_on(device.type, cluster.accelerator.name))
-    backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
+    own = dist.get_default_backend_for_device(device)
+    backend = own if device.type == "cpu" else f"cpu:gloo,{device.type}:{own}"
     plain: Callable[..., Any] = torch.UntypedStorage.resize_
 
     def resize(storage: torch.UntypedStorage, size: int) -> Any:
@@ -457,8 +458,8 @@ def pretended(
     with ExitStack() as held:
         _forget_cached()
         held.callback(_forget_cached)
-        if device.type == "cuda":
-            held.enter_context(pretended_gpu(cluster))
+        if device.type != "cpu":
+            held.enter_context(pretended_gpu(cluster, device.type))
         options = FakeProcessGroup.Options()  # pyright: ignore[reportCallIssue]
         dist.init_process_group(backend="fake", store=FakeStore(), rank=rank, world_size=world, pg_options=options)
         held.callback(shutdown)

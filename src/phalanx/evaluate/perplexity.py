@@ -17,7 +17,7 @@ from phalanx.checkpoint.manifest import Manifest, job_of
 from phalanx.checkpoint.parts import held
 from phalanx.checkpoint.shard_file import Reader
 from phalanx.comm.agree import on_every_rank
-from phalanx.config.corpora import has_pairs
+from phalanx.config.corpora import has_pairs, has_prompts
 from phalanx.config.job import Checkpoint, Data, GuardOptions, Job, Optimizer, Train
 from phalanx.config.layout import Layout
 from phalanx.data.files import Progress, silent
@@ -95,9 +95,11 @@ def scoring_job(manifest: Manifest, scoring: ScoringOptions, device: str) -> Job
     """Returns the job in which a checkpoint is scored: its model and data, with a layout of its own, and no optimizer
     state. Raises JobError if the model does not fit into the layout."""
     job, layout = job_of(manifest), scoring.layout
-    if has_pairs(job.data):  # the loss is that of tokens, not of pairs
+    if job.model.reward:
+        raise JobError(f"{manifest.path} is a reward model, whose loss is of pairs and not of tokens")
+    if has_pairs(job.data) or has_prompts(job.data):  # the loss is that of tokens
         plain = Data(document_mask=job.data.document_mask)
-        job = replace(job, data=plain, train=replace(job.train, dpo=Train().dpo))
+        job = replace(job, data=plain, train=replace(job.train, dpo=Train().dpo, grpo=Train().grpo))
     micro = layout.micro_batch or scoring.batch_size
     accumulation = layout.accumulation or (2 * layout.pp if layout.pp > 1 else 1)
     job = replace(
@@ -106,6 +108,8 @@ def scoring_job(manifest: Manifest, scoring: ScoringOptions, device: str) -> Job
         train=replace(
             job.train,
             global_batch=micro * accumulation * layout.data_ranks,
+            batch_ramp="",
+            seq_ramp="",
             precision=scoring.precision or job.train.precision.replace("fp8", "bf16"),  # pyright: ignore[reportArgumentType]
             compile=False,
         ),

@@ -64,6 +64,15 @@ class ExportResult(WrittenFiles):
     """The result of an export."""
 
     model_type: str
+    reward: bool
+    """Whether it is a reward model."""
+
+
+_LOADERS = {
+    False: ("AutoModelForCausalLM", "text-generation"),
+    True: ("AutoModelForSequenceClassification", "text-classification"),
+}
+"""The class of transformers that loads a language or a reward model, and its task."""
 
 
 @dataclass
@@ -141,10 +150,12 @@ def export(
         _write_json(folder / CONFIG, config)
         _write_json(folder / GENERATION, _token_ids(work) | work.side(GENERATION))
         _write_tokenizer(work, folder)
-        write_atomic(folder / "README.md", _card(work, family.architecture, weights).encode())
+        write_atomic(folder / "README.md", _card(work, config["architectures"][0], weights).encode())
         written = {path.name: path.stat().st_size for path in sorted(folder.iterdir())}
     notes = (*work.notes, *_left_out(model))
-    return ExportResult(target, manifest.step, len(weights.tensors), total, written, notes, family.model_type)
+    return ExportResult(
+        target, manifest.step, len(weights.tensors), total, written, notes, family.model_type, model.reward
+    )
 
 
 class _Weights:
@@ -207,6 +218,10 @@ def model_of(manifest: Manifest) -> ModelConfig:
 
 def _left_out(model: ModelConfig) -> Iterator[str]:
     """Yields what the model does here and not in transformers."""
+    if model.reward:
+        yield (
+            "transformers scores a text at its last token that is not pad_token_id: set that in config.json for batches"
+        )
     if model.moe.n_experts and model.moe.capacity:
         yield f"moe.capacity={model.moe.capacity:g} drops tokens here; transformers routes every token"
 
@@ -260,9 +275,10 @@ def _write_tokenizer(work: _Export, folder: Path) -> None:
 def _card(work: _Export, architecture: str, weights: _Weights) -> str:
     """Returns README.md, a model card with what is known."""
     count = sum(tensor.elements for tensor in weights.tensors.values())
+    loader, task = _LOADERS[work.model.reward]
     return f"""---
 library_name: transformers
-pipeline_tag: text-generation
+pipeline_tag: {task}
 ---
 
 # {work.run.resolve().name}
@@ -270,8 +286,8 @@ pipeline_tag: text-generation
 Step {work.source.manifest.step:,} of a run of Phalanx: {architecture}, {count:,} parameters in \
 {_TORCH_NAMES[weights.dtype]}.
 
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-    model = AutoModelForCausalLM.from_pretrained("FOLDER", dtype="auto")
+    from transformers import {loader}, AutoTokenizer
+    model = {loader}.from_pretrained("FOLDER", dtype="auto")
     tokenizer = AutoTokenizer.from_pretrained("FOLDER")
 """
 
@@ -286,7 +302,7 @@ def text_of(done: ExportResult) -> str:
     size = f"{counted(done.tensors, 'tensor')}, {gib(done.bytes)}"
     lines = [f"{done.target}: {done.model_type}, step {done.step:,}, {size}"]
     lines += [f"  {name:<{width}}  {gib(size):>9}" for name, size in done.files.items()]
-    return "\n".join([*lines, f'  load:  AutoModelForCausalLM.from_pretrained("{done.target}", dtype="auto")'])
+    return "\n".join([*lines, f'  load:  {_LOADERS[done.reward][0]}.from_pretrained("{done.target}", dtype="auto")'])
 
 
 def document_of(done: ExportResult) -> dict[str, Any]:

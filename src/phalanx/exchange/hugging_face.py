@@ -70,6 +70,16 @@ def _experts(room: str, names: Mapping[str, str]) -> tuple[WeightLink, ...]:
     return *_block({"moe.router": f"{room}.gate"}), *experts
 
 
+def _fused_experts(room: str, order: Conversion) -> tuple[WeightLink, ...]:
+    """Returns experts whose matrices of a kind are one tensor per layer, as is what joins gate and up."""
+    both = tuple(f"blocks.{{}}.moe.experts.{part}.weight" for part in ("gate", "up"))
+    return (
+        WeightLink(both, (f"{_LAYER}.{room}.experts.gate_up_proj",), then(order, equal_parts(2, dim=1))),
+        WeightLink(("blocks.{}.moe.experts.down.weight",), (f"{_LAYER}.{room}.experts.down_proj",), order),
+    )
+
+
+_FUSED = _fused_experts("mlp", SAME)
 _QWEN_EXPERTS = _experts("mlp", {part: f"{part}_proj" for part in ("gate", "up", "down")})
 _MIXTRAL_EXPERTS = _experts("block_sparse_moe", {"gate": "w1", "up": "w3", "down": "w2"})
 _SHARED = (
@@ -78,7 +88,7 @@ _SHARED = (
 )
 
 
-def _rotary(ours: str, theirs: str, heads: Literal["queries", "shared"]) -> WeightLink:
+def _rotary(ours: str, theirs: str, heads: Literal["queries", "keys", "shared"]) -> WeightLink:
     return WeightLink((f"blocks.{{}}.{ours}.weight",), (f"{_LAYER}.{theirs}.weight",), rotary_rows(heads))
 
 
@@ -215,6 +225,17 @@ _QWEN3_5 = (
         },
     ),
 )
+_LLAMA4 = (
+    *_ends(),
+    *_NORMS,
+    _rotary("attn.wq", "self_attn.q_proj", "queries"),
+    _rotary("attn.wk", "self_attn.k_proj", "keys"),
+    *_block({f"attn.w{part}": f"self_attn.{part}_proj" for part in "vo"}),
+    *_block({f"mlp.{part}": f"feed_forward.{part}_proj" for part in ("gate", "up", "down")}),
+    *_block({f"moe.shared.{part}": f"feed_forward.shared_expert.{part}_proj" for part in ("gate", "up", "down")}),
+    *_block({"moe.router": "feed_forward.router"}),
+    *_fused_experts("feed_forward", TRANSPOSED),
+)
 _NEOX_LAYER = "gpt_neox.layers.{}"
 _NEOX = (
     *_each({"embed": "gpt_neox.embed_in", "head": "embed_out"}),
@@ -288,7 +309,7 @@ _IN_IMAGES = (
     (r"^(language_model\.)?model\.(language_model\.)?", "model."),
     (r"^language_model\.lm_head\.", "lm_head."),
 )
-_IMAGES = (r"^(model\.)?vision_tower\.", r"^(model\.)?multi_modal_projector\.")
+_IMAGES = (r"^(model\.)?vision_(tower|model)\.", r"^(model\.)?multi_modal_projector\.")
 _VISUAL = r"^(model\.)?visual\."
 _MTP_LAYER = "mtp.layers.{}"
 _INVERSE_FREQUENCIES = r"\.rotary_emb\.inv_freq$"
@@ -297,6 +318,8 @@ WEIGHTS: Mapping[str, WeightFamily] = {
     "llama": WeightFamily(_LLAMA, (_BASE,), (_INVERSE_FREQUENCIES,)),
     "mistral": WeightFamily(_LLAMA, (_BASE, *_IN_IMAGES), (_INVERSE_FREQUENCIES, *_IMAGES)),
     "ministral": WeightFamily(_LLAMA, (_BASE,)),
+    "ministral3": WeightFamily(_LLAMA, (_BASE, *_IN_IMAGES), _IMAGES),
+    "llama4_text": WeightFamily(_LLAMA4, (_BASE, *_IN_IMAGES), _IMAGES),
     "mixtral": WeightFamily((*_ends(), *_ATTENTION, *_NORMS, *_MIXTRAL_EXPERTS), (_BASE,)),
     "minimax_m2": WeightFamily(
         (
@@ -312,8 +335,8 @@ WEIGHTS: Mapping[str, WeightFamily] = {
     ),
     "qwen2": WeightFamily(_LLAMA, (_BASE,)),
     "qwen3": WeightFamily((*_LLAMA, *_QK_NORM), (_BASE,)),
-    "qwen3_moe": WeightFamily((*_ends(), *_ATTENTION, *_QK_NORM, *_QWEN_EXPERTS, *_NORMS), (_BASE,)),
-    "olmoe": WeightFamily((*_ends(), *_ATTENTION, *_QK_NORM, *_QWEN_EXPERTS, *_NORMS), (_BASE,)),
+    "qwen3_moe": WeightFamily((*_ends(), *_ATTENTION, *_QK_NORM, *_QWEN_EXPERTS, *_NORMS), (_BASE,), fused=_FUSED),
+    "olmoe": WeightFamily((*_ends(), *_ATTENTION, *_QK_NORM, *_QWEN_EXPERTS, *_NORMS), (_BASE,), fused=_FUSED),
     "seed_oss": WeightFamily(_LLAMA, (_BASE,)),
     "smollm3": WeightFamily(_LLAMA, (_BASE,)),
     "granite": WeightFamily(_LLAMA, (_BASE,)),
@@ -343,22 +366,29 @@ WEIGHTS: Mapping[str, WeightFamily] = {
     ),
     "olmo2": WeightFamily((*_ends(), *_ATTENTION, *_QK_NORM, *_MLP, *_NORMS_AFTER), (_BASE,)),
     "olmo3": WeightFamily((*_ends(), *_ATTENTION, *_QK_NORM, *_MLP, *_NORMS_AFTER), (_BASE,)),
-    "qwen3_next": WeightFamily(_QWEN3_NEXT, (_BASE,), module_layer=_MTP_LAYER),
+    "qwen3_next": WeightFamily(_QWEN3_NEXT, (_BASE,), fused=_FUSED, module_layer=_MTP_LAYER),
     "qwen3_5_text": WeightFamily(_QWEN3_5, (_BASE, *_IN_IMAGES), (*_IMAGES, _VISUAL), module_layer=_MTP_LAYER),
     "qwen3_5_moe_text": WeightFamily(
         (*_QWEN3_5, *_QWEN_EXPERTS, *_QWEN_SHARED),
         (_BASE, *_IN_IMAGES),
         (*_IMAGES, _VISUAL),
+        fused=_FUSED,
         module_layer=_MTP_LAYER,
     ),
     "gpt_oss": WeightFamily(_GPT_OSS, (_BASE,)),
-    "deepseek_v3": WeightFamily(_DEEPSEEK, (_BASE,), (_INVERSE_FREQUENCIES,), next_token_layers=True, copies=_COPIES),
-    "glm4_moe": WeightFamily(
-        (*_LLAMA, *_QK_NORM, *_QWEN_EXPERTS, *_SHARED, *_MODULES), (_BASE,), next_token_layers=True, copies=_COPIES
+    "deepseek_v3": WeightFamily(
+        _DEEPSEEK, (_BASE,), (_INVERSE_FREQUENCIES,), fused=_FUSED, next_token_layers=True, copies=_COPIES
     ),
-    "solar_open": WeightFamily((*_ends(), *_ATTENTION, *_QWEN_EXPERTS, *_SHARED, *_NORMS), (_BASE,)),
+    "glm4_moe": WeightFamily(
+        (*_LLAMA, *_QK_NORM, *_QWEN_EXPERTS, *_SHARED, *_MODULES),
+        (_BASE,),
+        fused=_FUSED,
+        next_token_layers=True,
+        copies=_COPIES,
+    ),
+    "solar_open": WeightFamily((*_ends(), *_ATTENTION, *_QWEN_EXPERTS, *_SHARED, *_NORMS), (_BASE,), fused=_FUSED),
     "glm_moe_dsa": WeightFamily(
-        _DEEPSEEK, (_BASE,), (r"\.self_attn\.indexer\.",), next_token_layers=True, copies=_COPIES
+        _DEEPSEEK, (_BASE,), (r"\.self_attn\.indexer\.",), fused=_FUSED, next_token_layers=True, copies=_COPIES
     ),
 }
 """By model_type, with the same keys as the families of config/hugging_face."""

@@ -76,8 +76,8 @@ class LinkedTensors(Reader):
             precision: the type to which weights are converted: fp64, fp32, bf16 or fp16; empty keeps theirs.
             left_out: layers of the files that the model does not have.
         """
-        family, shapes = WEIGHTS[model_type], parameter_shapes(model)
         self._model, self._files, weights = model, files, files.manifest
+        family, shapes = WEIGHTS[model_type].stored_in(weights.tensors), parameter_shapes(model)
         self._to = torch_types()[precision] if precision else None
         self._links: list[WeightLink] = list(links(model, family))
         expected = {
@@ -244,6 +244,8 @@ def write_import(incoming: Incoming, target: Path, notes: list[str], progress: P
     notes = [*notes, *_about_tokenizer(incoming)]
     precision = _most_common(incoming.tensors)
     data = Data(tokenizer=str(target / TOKENIZER)) if tokenizer else Data()
+    if model.reward:  # a job with one has pairs, which are not known here
+        data = replace(data, corpus="preferences", path="pairs.jsonl", document_mask=False)
     job = Job(model=model, data=data, train=Train(precision=precision))
     total = sum(tensor.nbytes for tensor in incoming.tensors.values())
     manifest = Manifest(incoming.source.parent, 0, True, _meta(job, incoming), {}, {})

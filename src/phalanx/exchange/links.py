@@ -11,8 +11,8 @@ constant. None of them rounds: a constant is added in fp64, in which an import k
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -67,9 +67,9 @@ def offset(constant: float) -> Conversion:
     )
 
 
-def equal_parts(parts: int) -> Conversion:
+def equal_parts(parts: int, dim: int = 0) -> Conversion:
     """Returns the conversion of one tensor of theirs to so many equal parts of it, one after the other."""
-    return Conversion(lambda theirs, _: list(theirs[0].chunk(parts)), lambda ours, _: [torch.cat(list(ours))])
+    return Conversion(lambda theirs, _: list(theirs[0].chunk(parts, dim)), lambda ours, _: [torch.cat(list(ours), dim)])
 
 
 def _split_rows(sizes: Callable[[ModelConfig], Sequence[int]], groups: Callable[[ModelConfig], int]) -> Conversion:
@@ -186,6 +186,8 @@ class WeightFamily:
     """Regular expressions of other spellings of their names in files, and what stands in their place."""
     unused: tuple[str, ...] = ()
     """Regular expressions of tensors that no parameter needs."""
+    fused: tuple[WeightLink, ...] = ()
+    """Those of experts that some files store in one tensor per layer, in place of those of `matches`."""
     next_token_layers: bool = False
     """Layers after the last one are modules for further tokens; a model without them (model.mtp) does not need them."""
     module_layer: str = ""
@@ -198,6 +200,13 @@ class WeightFamily:
         for pattern, plain in self.renamed:
             stored = re.sub(pattern, plain, stored)
         return stored
+
+    def stored_in(self, names: Iterable[str]) -> WeightFamily:
+        """Returns the family as files with tensors of these names store it."""
+        ends = tuple(each.partition("{}")[2] for link in self.fused for each in link.theirs)
+        if not ends or not any(name.endswith(ends) for name in names):
+            return self
+        return replace(self, matches=(*self.matches, *self.fused), fused=())
 
     def theirs_of(self, ours: str) -> tuple[str, ...]:
         """Returns the names in the table of the tensor that is equal to a parameter of ours; nothing without one."""
@@ -253,6 +262,8 @@ def links(model: ModelConfig, family: WeightFamily) -> Iterator[WeightLink]:
                 for each in match.theirs
                 for expert in range(model.moe.n_experts if "*" in each else 1)
             )
+            if name == "head.weight" and model.reward:
+                theirs = ("score.weight",)
             yield WeightLink(ours, tuple(theirs), match.conversion)
     if missing:
         rest = f" and {len(missing) - 3:,} more" if len(missing) > 3 else ""

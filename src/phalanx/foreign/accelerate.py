@@ -47,11 +47,9 @@ def finish(fields: Fields) -> None:
     elif kind == "DEEPSPEED":
         _deepspeed(fields)
     elif kind == "MEGATRON_LM":
-        sharded = fields.take(f"{_M}megatron_lm_use_distributed_optimizer", bool, False)
-        fields.set("layout.zero", 1, f"{_M}megatron_lm_use_distributed_optimizer")
-        fields.set(
-            "layout.dp_shard" if sharded else "layout.dp_replicate", -1, f"{_M}megatron_lm_use_distributed_optimizer"
-        )
+        name = f"{_M}megatron_lm_use_distributed_optimizer"
+        fields.set("layout.zero", 1, name)
+        fields.set("layout.dp_shard" if fields.on(name) else "layout.dp_replicate", -1, name)
         fields.framework = "megatron-core"
     else:
         if "layout.dp_shard" not in fields.settings and "layout.dp_replicate" not in fields.settings:
@@ -78,34 +76,29 @@ def _devices(fields: Fields) -> None:
             text = f"{total} processes on {machines} machines are not the same number on each"
             fields.problems.append(f"{fields.origin('num_processes')}: {text}")
         fields.set("cluster.devices_per_node", total // machines, ["num_processes", "num_machines"])
-    if "use_cpu" in fields.stated and fields.take("use_cpu", bool, False):
+    if fields.on("use_cpu"):
         fields.set("cluster.device", "cpu", "use_cpu")
 
 
 def _parallelism(fields: Fields, *, replicas: bool) -> None:
-    fields.set_above("layout.dp_replicate", f"{_P}dp_replicate_size", 0)
+    fields.put("layout.dp_replicate", f"{_P}dp_replicate_size", 0)
     shard = fields.take(f"{_P}dp_shard_size", int, 0)
     if shard > 0 and not (replicas and shard == 1):
         fields.set("layout.dp_shard", shard, f"{_P}dp_shard_size")
-    if (sp := fields.set_above("layout.cp", f"{_P}sp_size", 1)) > 1:
+    if (sp := fields.put("layout.cp", f"{_P}sp_size", 1)) > 1:
         fields.set("layout.cp_ulysses", sp, f"{_P}sp_size", "Ulysses")
 
 
 def _deepspeed(fields: Fields) -> None:
     """Sets what the DeepSpeed section says; what a file says that it names wins."""
     fields.take(f"{_DS}deepspeed_config_file", str, "")
-    pairs = {
-        "zero_stage": "zero_optimization.stage",
-        "offload_optimizer_device": "zero_optimization.offload_optimizer.device",
-        "offload_param_device": "zero_optimization.offload_param.device",
-        "offload_optimizer_nvme_path": "zero_optimization.offload_optimizer.nvme_path",
-    }
+    pairs = {"zero_stage": "stage", "offload_optimizer_nvme_path": "offload_optimizer.nvme_path"}
+    pairs |= {f"offload_{part}_device": f"offload_{part}.device" for part in ("optimizer", "param")}
     for short, name in pairs.items():
-        found = fields.stated.get(f"{_DS}{short}")
-        if found is not None:
-            fields.take(f"{_DS}{short}", object, None)
-            fields.stated.setdefault(name, found)
-    fields.stated.setdefault("zero_optimization.stage", Stated("zero_optimization.stage", 2))
+        fields.take(f"{_DS}{short}", object, None)
+        if found := fields.stated.get(f"{_DS}{short}"):
+            fields.stated.setdefault(f"{deepspeed.ZERO}{name}", found)
+    fields.stated.setdefault(f"{deepspeed.ZERO}stage", Stated(f"{deepspeed.ZERO}stage", 2))
     deepspeed.set_deepspeed(fields)
 
 
@@ -119,11 +112,11 @@ def written(theirs: ForeignJob, layout: Layout) -> dict[str, Any]:
         found[f"{_DS}offload_optimizer_device"] = "cpu" if "optimizer" in parts else "none"
         found[f"{_DS}offload_param_device"] = "cpu" if "parameters" in parts else "none"
         found[f"{_DS}gradient_accumulation_steps"] = layout.accumulation
-    elif kind == "MEGATRON_LM":
+        return found
+    found["?micro-batch"] = f"{layout.micro_batch}, which the training program sets"
+    if kind == "MEGATRON_LM":
         found[f"{_M}megatron_lm_num_micro_batches"] = layout.accumulation
-        found["?micro-batch"] = f"{layout.micro_batch}, which the training program sets"
     else:
-        found["?micro-batch"] = f"{layout.micro_batch}, which the training program sets"
         found["gradient_accumulation_steps"] = layout.accumulation
         found["distributed_type"] = "FSDP" if layout.dp_shard * layout.cp > 1 else "MULTI_GPU"
         found[f"{_P}dp_replicate_size"] = layout.dp_replicate if layout.dp_replicate > 1 else None
@@ -142,9 +135,7 @@ FORMAT = ForeignFormat(
     parse=parse,
     finish=finish,
     written=written,
-    covers=frozenset(
-        ("zero", "dp_shard", "dp_replicate", "offload", "accumulation", "reshard", "recompute", "micro_batch")
-    ),
+    covers=deepspeed.FORMAT.covers - {"hpz"} | {"reshard", "recompute"},
     keeps=(*KEPT, "pp", "ep", "sp", "sp_regather"),
     chooses=WHOLE,
     marks="YAML with distributed_type",

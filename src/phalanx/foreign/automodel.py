@@ -14,27 +14,20 @@ from phalanx.foreign.shared import (
     ONE_STAGE,
     PIPELINES,
     RECOMPUTES,
+    TORCH,
     cut_of,
     hub_model,
-    layers_of,
     lora_targets,
+    number_of,
     schedule_of,
-    set_optimizer,
     torch_schedule,
     unknown_model,
     whole,
 )
 
 _D, _S, _C = "distributed.", "step_scheduler.", "model.config."
+_PATHS = ("pretrained_model_name_or_path", "name_or_path")
 _MARKS = {"step_scheduler", "distributed", "loss_fn", "dist_env", "recipe"}
-OPTIMIZERS = {
-    "torch.optim.adam": ("adamw", ""),
-    "torch.optim.adamw": ("adamw", ""),
-    "transformer_engine.pytorch.optimizers.fused_adam.fusedadam": ("adamw", ""),
-    "transformer_engine.pytorch.optimizers.fusedadam": ("adamw", ""),
-    "flashoptim.flashadamw": ("adamw", "8bit"),
-    "torch.optim.sgd": ("sgd", ""),
-}
 
 
 def recognises(source: Source) -> bool:
@@ -48,35 +41,19 @@ def finish(fields: Fields) -> None:
     _length(fields)
     _degrees(fields)
     _pipeline(fields)
-    _recompute(fields)
     _precision(fields)
     _optimizer(fields)
     if fields.has("peft.dim") or "peft.target_modules" in fields.stated:
-        found = fields.take("peft.target_modules", object, None) if "peft.target_modules" in fields.stated else None
-        lora_targets(fields, "peft.target_modules", found, everything=fields.take("peft.match_all_linear", bool, False))
+        found, everything = fields.take("peft.target_modules", object, None), fields.on("peft.match_all_linear")
+        lora_targets(fields, "peft.target_modules", found, everything=everything)
 
 
 def _model(fields: Fields) -> None:
-    names = [
-        n
-        for n in (
-            "model.pretrained_model_name_or_path",
-            f"{_C}pretrained_model_name_or_path",
-            f"{_C}name_or_path",
-            "model.config",
-        )
-        if n in fields.stated
-    ]
+    several = ("model.pretrained_model_name_or_path", *(f"{_C}{each}" for each in _PATHS), "model.config")
+    names = [name for name in several if name in fields.stated]
     shape = {n.removeprefix(_C): each.value for n, each in fields.stated.items() if n.startswith(_C)}
-    sizes = {
-        key: value for key, value in shape.items() if key in ("hidden_size", "num_hidden_layers", "num_attention_heads")
-    }
-    changed = [
-        f"{_C}{key}"
-        for key in shape
-        if key not in ("pretrained_model_name_or_path", "name_or_path", "_target_", "trust_remote_code", "use_cache")
-    ]
-    if len(sizes) == 3 and "architectures" in shape:
+    changed = [f"{_C}{key}" for key in shape if key not in (*_PATHS, "_target_", "trust_remote_code", "use_cache")]
+    if {"hidden_size", "num_hidden_layers", "num_attention_heads", "architectures"} <= {*shape}:
         try:
             described = config_json.read(shape)
         except JobError as error:
@@ -92,16 +69,14 @@ def _model(fields: Fields) -> None:
                 fields.set(path, shape[key], f"{_C}{key}")
     elif "model._target_" in fields.stated:
         unknown_model(fields, "model._target_", "the file names no model of the hub")
-    fields.leave(
-        (*names, *changed, f"{_C}trust_remote_code", f"{_C}use_cache"), "the shape is that of the model", affects=False
-    )
+    left = (*names, *changed, f"{_C}trust_remote_code", f"{_C}use_cache")
+    fields.leave(left, "the shape is that of the model", affects=False)
     fields.leave("model.num_nextn_predict_layers", "more than one token is predicted with model.mtp", affects=False)
     dispatcher = fields.take("model.backend.dispatcher", str, "")
     kinds = {"torch": "all-to-all", "deepep": "deepep", "hybridep": "hybridep"}
-    if dispatcher in kinds:
-        fields.recipe["dispatcher"] = kinds[dispatcher]
-    else:
-        fields.leave("model.backend.dispatcher", "the traffic of this dispatcher is not priced", affects=True)
+    fields.recipe |= {"dispatcher": kinds[dispatcher]} if dispatcher in kinds else {}
+    if dispatcher not in kinds:
+        fields.leave("model.backend.dispatcher", "the traffic of this dispatcher is not priced")
     attention = fields.take("model.backend.attn", str, "te")
     fields.leave("model.backend.attn", "attention in fused kernels is priced", affects=attention == "eager")
 
@@ -134,35 +109,25 @@ def _degrees(fields: Fields) -> None:
         fields.set("layout.dp_shard", data // max(1, replicate) if data else -1, names)
     else:
         fields.unknown_value(f"{_D}strategy", ["fsdp2", "megatron_fsdp", "ddp"], "layout.zero")
+    names = (f"{_D}sequence_parallel", f"{_D}enable_async_tensor_parallel")
     if tp > 1:
-        hidden = fields.take(f"{_D}enable_async_tensor_parallel", bool, False)
-        fields.set("layout.sp", hidden or fields.take(f"{_D}sequence_parallel", bool, False), f"{_D}sequence_parallel")
-        fields.leave(
-            f"{_D}enable_async_tensor_parallel", "overlap of tensor-parallel traffic is not priced here", affects=hidden
-        )
-    fields.leave(
-        (f"{_D}sequence_parallel", f"{_D}enable_async_tensor_parallel"), "there is no tensor parallelism", affects=False
-    )
+        hidden = fields.on(names[1])
+        fields.set("layout.sp", hidden or fields.on(names[0]), names[0])
+        fields.leave(names[1], "overlap of tensor-parallel traffic is not priced here", affects=hidden)
+    fields.leave(names, "there is no tensor parallelism", affects=False)
     experts = _whole(fields, f"{_D}ep_size", 1)
     if experts > 1:
         fields.set("layout.ep", experts, f"{_D}ep_size")
-    again = [n for n in (f"{_D}reshard_after_forward", f"{_D}moe.reshard_after_forward") if fields.has(n)]
+    names = (f"{_D}reshard_after_forward", f"{_D}moe.reshard_after_forward")
+    again = [name for name in names if fields.has(name)]
     again = again if len(again) < 2 or experts > 1 else again[:1]
     if again:
         fields.set("layout.reshard", fields.take(again[-1], bool, True), again[-1])
     elif pp > 1:
-        fields.set("layout.reshard", False, f"{_D}reshard_after_forward", "in a pipeline")
-    fields.leave(
-        (f"{_D}reshard_after_forward", f"{_D}moe.reshard_after_forward"),
-        "that of experts' blocks counts",
-        affects=False,
-    )
-    offload = [
-        n
-        for n in (f"{_D}offload_policy", f"{_D}offload_policy._target_")
-        if fields.has(n) and fields.take(n, object, None)
-    ]
-    if offload:
+        fields.set("layout.reshard", False, names[0], "in a pipeline")
+    fields.leave(names, "that of experts' blocks counts", affects=False)
+    names = (f"{_D}offload_policy", f"{_D}offload_policy._target_")
+    if offload := [name for name in names if fields.has(name) and fields.take(name, object, None)]:
         fields.set("layout.offload", "optimizer+parameters", offload)
 
 
@@ -177,10 +142,8 @@ def _whole(fields: Fields, name: str, default: int) -> int:
 
 def _pipeline(fields: Fields) -> None:
     section = "autopipeline." if any(name.startswith("autopipeline.") for name in fields.stated) else f"{_D}pipeline."
-    names = [
-        f"{section}{n}"
-        for n in ("pp_schedule", "pp_microbatch_size", "layers_per_stage", "round_virtual_stages_to_pp_multiple")
-    ]
+    rounds = f"{section}round_virtual_stages_to_pp_multiple"
+    names = [*(f"{section}{n}" for n in ("pp_schedule", "pp_microbatch_size", "layers_per_stage")), rounds]
     local_name = f"{_S}local_batch_size"
     local = fields.take(local_name, int, 1)
     pp = whole(fields, "layout.pp")
@@ -190,12 +153,10 @@ def _pipeline(fields: Fields) -> None:
         return
     micro, each, rounds = fields.take(names[1], int, 1), fields.take(names[2], int, 0), fields.take(names[3], str, "")
     if local % micro:
-        fields.problems.append(
-            f"{fields.origin(local_name)}: {local} sequences are no multiple of micro-batches of {micro}"
-        )
+        fields.no_multiple(local_name, local, micro)
     how = f"{local // micro} of them pass the pipeline before it is empty" if local > micro else ""
     fields.set("layout.micro_batch", micro, [names[1], local_name], how)
-    word, layers = schedule_of(fields, names[0], "1f1b"), layers_of(fields.settings.values())
+    word, layers = schedule_of(fields, names[0], "1f1b"), whole(fields, "model.n_layers", 0)
     chunks = 1 if word in (*ONE_STAGE, "") else 2
     if each and layers and chunks > 1:
         stages = -(-layers // each)
@@ -207,22 +168,10 @@ def _pipeline(fields: Fields) -> None:
         fields.set("layout.pp_cut", cut_of(layers, pp * chunks, 0, 0), names[2])
 
 
-def _recompute(fields: Fields) -> None:
-    names = [
-        n for n in (f"{_D}activation_checkpointing", "parallelizer.activation_checkpointing") if n in fields.stated
-    ]
-    words = [str(fields.take(name, object, None)).lower() for name in names]
-    known = {"true": "full", "full": "full", "selective": "selective", "false": "none", "none": "none"}
-    if words and words[0] in known:
-        fields.set("layout.recompute", known[words[0]], names[0])
-    elif words:
-        fields.unknown_value(names[0], [*known], "layout.recompute")
-
-
 def _precision(fields: Fields) -> None:
     dtype = fields.take("model.torch_dtype", str, "auto").lower().removeprefix("torch.")
-    eight, recipe = fields.take("fp8.enabled", bool, False), fields.take("fp8.recipe_name", str, "tensorwise")
-    gathers = fields.take("fp8.enable_fsdp_float8_all_gather", bool, False)
+    eight, recipe = fields.on("fp8.enabled"), fields.take("fp8.recipe_name", str, "tensorwise")
+    gathers = fields.on("fp8.enable_fsdp_float8_all_gather")
     engine = fields.take("model.backend.te_fp8.recipe", str, "")
     if eight:
         fields.set("train.precision", "fp8", "fp8.enabled")
@@ -238,17 +187,13 @@ def _precision(fields: Fields) -> None:
         fields.set("train.precision", "bf16", "model.torch_dtype", "passes in bf16, FSDP2's default")
     fields.leave(("fp8.recipe_name", "fp8.enable_fsdp_float8_all_gather"), "fp8.enabled is not set", affects=False)
     compiled = ["compile.enabled", f"{_D}enable_compile"]
-    fields.set("train.compile", sum(fields.take(name, bool, False) for name in compiled) > 0, compiled)
-    masters = [
-        fields.take("optimizer.master_weights", bool, False),
-        fields.take("optimizer.master_weight_bits", int, 0) > 0,
-    ]
+    fields.set("train.compile", fields.on(*compiled), compiled)
+    masters = [fields.on("optimizer.master_weights"), fields.take("optimizer.master_weight_bits", int, 0) > 0]
     moments = fields.take("optimizer.exp_avg_dtype", str, "").lower().removeprefix("torch.")
     wide = dtype in ("float32", "fp32") or any(masters)
-    if wide:
-        fields.recipe |= {"parameter_bytes": 4, "state_bytes": 4 if moments.startswith("bf") else 8}
-    else:  # the framework's memory has parameters and moments in the type of the checkpoint
-        fields.recipe |= {"parameter_bytes": 2, "state_bytes": 4}
+    # Else the framework's memory has parameters and moments in the type of the checkpoint.
+    state = 4 if moments.startswith("bf") or not wide else 8
+    fields.recipe |= {"parameter_bytes": 4 if wide else 2, "state_bytes": state}
     fields.framework = "automodel"
     loss = fields.take("loss_fn._target_", str, "")
     if "FusedLinear" in loss:
@@ -258,7 +203,6 @@ def _precision(fields: Fields) -> None:
 
 
 def _optimizer(fields: Fields) -> None:
-    set_optimizer(fields, "optimizer._target_", OPTIMIZERS)
     least = fields.take("lr_scheduler.min_lr", float, 0.0)
     peak = fields.settings.get("optimizer.lr")
     if peak and "lr_scheduler.min_lr" in fields.stated:
@@ -279,14 +223,12 @@ def written(theirs: ForeignJob, layout: Layout) -> dict[str, Any]:
         f"{_D}ep_size": layout.ep,
         f"{_D}reshard_after_forward": layout.reshard,
         f"{_D}sequence_parallel": layout.sp,
-        f"{_D}activation_checkpointing": layout.recompute
-        if layout.recompute == "selective"
-        else layout.recompute == "full",
+        f"{_D}activation_checkpointing": "selective" if layout.recompute == "selective" else layout.recompute == "full",
         f"{_S}local_batch_size": layout.micro_batch * (layout.accumulation if piped else 1),
         f"{section}pp_microbatch_size": layout.micro_batch if piped else None,
         f"{section}pp_schedule": (torch_schedule(layout.schedule) or "").lower() or None if piped else None,
     }
-    if piped and (layers := layers_of(theirs.settings)):
+    if piped and (layers := number_of(theirs.settings, "model.n_layers")):
         found[f"{section}layers_per_stage"] = -(-layers // (layout.pp * max(1, layout.pp_chunks)))
     if isinstance(theirs.value(f"{_D}dp_size"), int):
         found[f"{_D}dp_size"] = layout.dp_replicate * layout.dp_shard
@@ -300,12 +242,7 @@ FORMAT = ForeignFormat(
     parse=yaml_values,
     finish=finish,
     written=written,
-    covers=frozenset(
-        (
-            *("dp_replicate", "dp_shard", "ep", "sp", "recompute", "micro_batch", "accumulation", "schedule"),
-            *("pp_chunks", "pp_cut", "reshard", "loss_chunk"),
-        )
-    ),
+    covers=TORCH | {"dp_replicate", "dp_shard"},
     fixed={"pp_cut": "", "sp_regather": False},
     keeps=KEPT,
     chooses=RECOMPUTES | PIPELINES,

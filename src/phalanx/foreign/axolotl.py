@@ -2,34 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 from phalanx.config.layout import Layout
 from phalanx.foreign import deepspeed
 from phalanx.foreign.frame import Fields, ForeignFormat, ForeignJob, Source, Stated, yaml_values
-from phalanx.foreign.shared import (
-    KEPT,
-    WHOLE,
-    hub_model,
-    included,
-    lora_targets,
-    set_fsdp,
-    set_optimizer,
-)
+from phalanx.foreign.shared import KEPT, WHOLE, fsdp_option, hub_model, included, lora_targets, set_fsdp
 
-_ADAMW = ("adamw_torch", "adamw_torch_fused", "adamw_torch_xla", "adamw_hf", "adamw_apex_fused")
-_EIGHT = ("adamw_bnb_8bit", "adamw_8bit", "paged_adamw_8bit", "adamw_torch_8bit", "ao_adamw_8bit")
-OPTIMIZERS = {
-    **dict.fromkeys(_ADAMW, ("adamw", "")),
-    **dict.fromkeys(_EIGHT, ("adamw", "8bit")),
-    "paged_adamw_32bit": ("adamw", ""),
-    "adamw_bnb_32bit": ("adamw", ""),
-    "lion_32bit": ("lion", ""),
-    "paged_lion_32bit": ("lion", ""),
-    "lion_pytorch": ("lion", ""),
-    "muon": ("muon", ""),
-    "sgd": ("sgd", ""),
-}
 _MARKS = {"base_model", "sequence_len", "micro_batch_size"}
 _FUSED = ("cut_cross_entropy", "liger_fused_linear_cross_entropy", "chunked_cross_entropy")
 _F = "fsdp_config."
@@ -57,16 +37,16 @@ def finish(fields: Fields) -> None:
     _loss(fields)
     if "layout.zero" not in fields.settings or "model.lora.rank" in fields.settings:
         _stored(fields)
-    if fields.take("sample_packing", bool, False):
+    if fields.on("sample_packing"):
         why = "samples fill a sequence; attention within them is priced as attention to the whole sequence"
-        fields.leave("sample_packing", why, affects=True)
+        fields.leave("sample_packing", why)
     if fields.has("rl"):
-        fields.leave("rl", "only the passes of supervised training are priced, without a reference model", affects=True)
+        fields.leave("rl", "only the passes of supervised training are priced, without a reference model")
 
 
 def _layout(fields: Fields) -> None:
-    fields.set_above("layout.dp_replicate", "dp_replicate_size", 0)
-    shard = fields.set_above("layout.dp_shard", "dp_shard_size", 0)
+    fields.put("layout.dp_replicate", "dp_replicate_size", 0)
+    shard = fields.put("layout.dp_shard", "dp_shard_size", 0)
     fsdp = [name for name in ("fsdp", "fsdp_config") if fields.has(name) and fields.stated[name].value]
     fsdp += [name for name in fields.stated if name.startswith(_F)]
     version = max(fields.take("fsdp_version", int, 1), fields.take(f"{_F}fsdp_version", int, 1))
@@ -112,11 +92,10 @@ def _stored(fields: Fields) -> None:
     if fields.settings["train.precision"].text != "fp32":
         fields.recipe["parameter_bytes"] = 2
         if "model.lora.rank" not in fields.settings:
-            fields.recipe["state_bytes"] = 2 if _switch(fields, "optimizer") in _EIGHT else 4
+            fields.recipe["state_bytes"] = 2 if "optimizer.state" in fields.settings else 4
 
 
 def _optimizer(fields: Fields) -> None:
-    set_optimizer(fields, "optimizer", OPTIMIZERS)
     betas = ["adam_beta1", "adam_beta2"]
     if any(name in fields.stated for name in betas):
         fields.set("optimizer.betas", [fields.take(betas[0], float, 0.9), fields.take(betas[1], float, 0.999)], betas)
@@ -125,15 +104,11 @@ def _optimizer(fields: Fields) -> None:
     if steps >= 1:
         fields.set("optimizer.warmup_steps", int(steps), "warmup_steps")
     elif share := ratio or steps:
+        names = ["warmup_ratio", "warmup_steps", "max_steps"]
         if total:
-            fields.set(
-                "optimizer.warmup_steps",
-                int(share * float(str(total.text))),
-                ["warmup_ratio", "warmup_steps", "max_steps"],
-            )
-        for name in ("warmup_ratio", "warmup_steps"):
-            if not total:
-                fields.leave(name, "its share of the steps needs max_steps", affects=False)
+            fields.set("optimizer.warmup_steps", int(share * float(str(total.text))), names)
+        else:
+            fields.leave(names[:2], "its share of the steps needs max_steps", affects=False)
 
 
 def _recompute(fields: Fields) -> None:
@@ -153,9 +128,7 @@ def _adapter(fields: Fields) -> None:
     kind = fields.take("adapter", str, "").lower()
     names = ["adapter", "lora_r", "lora_alpha"]
     rank, alpha = fields.take("lora_r", int, 0), fields.take("lora_alpha", float, 0.0)
-    linear = fields.take("lora_target_linear", bool, False)
-    found = fields.stated.get("lora_target_modules")
-    targets = fields.take("lora_target_modules", object, None) if found else None
+    linear, targets = fields.on("lora_target_linear"), fields.take("lora_target_modules", object, None)
     if kind in ("lora", "qlora"):
         if not rank:
             fields.problems.append(f"{fields.origin('adapter')}: {kind} needs lora_r")
@@ -165,42 +138,33 @@ def _adapter(fields: Fields) -> None:
         lora_targets(fields, "lora_target_modules", targets, everything=linear or targets is None)
     elif kind:
         fields.unknown_value("adapter", ["lora", "qlora"], "model.lora.rank")
-    for name in ("load_in_4bit", "load_in_8bit"):
-        if fields.take(name, bool, False):
-            why = "frozen weights in fewer bits are not priced; they count 2 bytes each"
-            fields.leave(name, why, affects=True)
-    for name in ("lora_r", "lora_alpha", "lora_target_linear", "lora_target_modules"):
-        if not kind:
-            fields.leave(name, "adapter is not set", affects=False)
+    for name in filter(fields.on, ("load_in_4bit", "load_in_8bit")):
+        fields.leave(name, "frozen weights in fewer bits are not priced; they count 2 bytes each")
+    if not kind:
+        names = ("lora_r", "lora_alpha", "lora_target_linear", "lora_target_modules")
+        fields.leave(names, "adapter is not set", affects=False)
 
 
 def _loss(fields: Fields) -> None:
     plugins = [str(each) for each in fields.take("plugins", list, [])]
-    fused = [name for name in _FUSED if fields.take(name, bool, False)]
+    fused = [*filter(fields.on, _FUSED)]
     if any("CutCrossEntropy" in each for each in plugins):
         fused.append("plugins")
     else:
         fields.leave("plugins", "kernels of other libraries are not priced", affects=bool(plugins))
     if fused:
         fields.set("layout.loss_chunk", "auto", fused, "the loss is computed in parts")
-    if fields.take("tiled_mlp", bool, False):
-        fields.set(
-            "layout.tiles", max(2, fields.take("tiled_mlp_num_shards", int, 4)), ["tiled_mlp", "tiled_mlp_num_shards"]
-        )
-    else:
-        fields.take("tiled_mlp_num_shards", int, 4)
-    names = ("flash_attention", "flash_optimum", "attn_implementation", "eager_attention")
-    for name in names:
+    tiles = max(2, fields.take("tiled_mlp_num_shards", int, 4))
+    if fields.on("tiled_mlp"):
+        fields.set("layout.tiles", tiles, ["tiled_mlp", "tiled_mlp_num_shards"])
+    for name in ("flash_attention", "flash_optimum", "attn_implementation", "eager_attention"):
         eager = _switch(fields, name) == ("true" if name == "eager_attention" else "eager")
         fields.leave(name, "attention in fused kernels is priced", affects=eager)
 
 
 def written(theirs: ForeignJob, layout: Layout) -> dict[str, Any]:
     """Returns the values that give a layout."""
-
-    def option(name: str) -> str:
-        return next((each for each in (f"{_F}fsdp_{name}", f"{_F}{name}") if each in theirs.stated), "")
-
+    option = functools.partial(fsdp_option, theirs.stated, _F)
     parts = layout.offload.replace("all", "optimizer+parameters+activations").split("+")
     recomputes = layout.recompute == "full" and not layout.recompute_cut
     found: dict[str, Any] = {

@@ -12,6 +12,7 @@ from phalanx.foreign.frame import Fields, Leftover, Source, Stated, Unresolved, 
 from phalanx.foreign.megatron import SCRIPT, launched
 from phalanx.foreign.megatron_core import core, start_from
 from phalanx.foreign.python_config import TARGET, Built, RecipeModule, RecipeReader, stated
+from phalanx.foreign.shared import lora_targets
 
 SECTIONS = (
     *("model.config", "model.language_transformer_config", "model", "train", "optimizer.config", "optimizer", "ddp"),
@@ -32,14 +33,8 @@ KNOWN = {
 }
 """Functions of Megatron-Bridge that change an object, with what they do."""
 _DEVICES = {
-    "h100": ("dgx-h100", 8),
-    "h200": ("dgx-h200", 8),
-    "a100": ("dgx-a100", 8),
-    "b200": ("dgx-b200", 8),
-    "b300": ("dgx-b300", 8),
-    "gb200": ("gb200-nvl72", 4),
-    "gb300": ("gb300-nvl72", 4),
-    "vr200": ("vr200-nvl72", 4),
+    **{name: (f"dgx-{name}", 8) for name in ("h100", "h200", "a100", "b200", "b300")},
+    **{name: (f"{name}-nvl72", 4) for name in ("gb200", "gb300", "vr200")},
 }
 """Devices in the names of recipes, with machines of them."""
 
@@ -65,7 +60,7 @@ def parse(source: Source) -> Sequence[Stated]:
         what = f"has no function {name}" if name else f"has {len(names)} configurations"
         raise JobError(f"{source.path}: {what}; name one, --from {source.path}:NAME: {known or 'there is none'}")
     reader = RecipeReader(PRECISIONS, KNOWN)
-    built = reader.call(module, name)
+    built = reader.call(module, name, (), {}, 0)
     if not isinstance(built, Built):
         raise JobError(f"{source.path}: {name} returns no configuration that follows from the file")
     line = module.functions[name].lineno
@@ -92,16 +87,13 @@ def _named(values: Any) -> list[Stated]:
         section = next((prefix for prefix in SECTIONS if name.startswith(f"{prefix}.")), "")
         last = name.removeprefix(f"{section}.")
         owner = last.removesuffix(f".{TARGET}")
+        plain = section and "." not in last and not last.endswith(TARGET) and not last.isdigit() and name not in KEPT
         if section and owner != last and "." not in owner and owner not in INNER and str(each.value)[:1].islower():
-            what = Unresolved(f"{each.value}(…)", "this function is not read")
             unread.append(f"{section}.{owner}.")
+            what = Unresolved(f"{each.value}(…)", "this function is not read")
             found.append(replace(each, name=owner, value=what, label=f"{section}.{owner}"))
-            continue
-        plain = section and "." not in last and not last.endswith(TARGET) and not last.isdigit()
-        if name in KEPT or not plain:
-            found.append(each)
         else:
-            found.append(replace(each, name=last, label=name))
+            found.append(replace(each, name=last, label=name) if plain else each)
     return found
 
 
@@ -139,10 +131,9 @@ def finish(fields: Fields) -> None:
     _model(fields)
     _machine(fields)
     _precision(fields)
-    if (length := fields.take("dataset.seq_length", int, 0) or fields.take("dataset.sequence_length", int, 0)) and (
-        "seq_length" not in fields.stated
-    ):
-        fields.set("model.seq_len", length, ("dataset.seq_length", "dataset.sequence_length"))
+    names = ("dataset.seq_length", "dataset.sequence_length")
+    if (length := fields.first(*names)) and "seq_length" not in fields.stated:
+        fields.set("model.seq_len", length, names)
     _adapters(fields)
     tokens = fields.take("tokenizer.vocab_size", int, 0)
     if tokens and "vocab_size" not in fields.stated and fields.take("use_tokenizer_vocab_size", bool, True):
@@ -165,17 +156,15 @@ def _model(fields: Fields) -> None:
         if "num_layers" not in fields.stated and not start_from(fields, name, recipe if is_whole else base):
             fields.need("model.preset", "the shape of the model, which is imported")
     if not is_whole:
-        text = f"{base}()"
         why = "this recipe is imported, and its file does not lie beside this one"
-        fields.unknown.append(Leftover(text, None, why))
+        fields.unknown.append(Leftover(f"{base}()", None, why))
 
 
 def _machine(fields: Fields) -> None:
     """Sets the cluster by the trainer's nodes and devices, or by the name of the recipe: …_64gpu_h100_…"""
-    for theirs, ours in (("num_nodes", "nnodes"), ("devices", "nproc_per_node")):
-        if fields.has(theirs) and str(fields.stated[theirs].value).isdigit():
-            path = "cluster.nodes" if ours == "nnodes" else "cluster.devices_per_node"
-            fields.set(path, int(fields.stated[theirs].value), theirs)
+    for name, path in (("num_nodes", "cluster.nodes"), ("devices", "cluster.devices_per_node")):
+        if fields.has(name) and str(fields.stated[name].value).isdigit():
+            fields.set(path, int(fields.stated[name].value), name)
     launched(fields)
     named = re.search(r"_([0-9]{1,6})gpu_([a-z]+[0-9]+)_", fields.take("recipe", str, ""))
     if named and named[2] in _DEVICES:
@@ -200,13 +189,8 @@ _FORMATS = (
 
 def _precision(fields: Fields) -> None:
     """States the arguments that a named precision stands for."""
-    names = (
-        "mixed_precision",
-        "mixed_precision.0",
-        "mixed_precision._target_",
-        "precision",
-        "trainer.plugins._target_",
-    )
+    first = "mixed_precision"
+    names = (first, f"{first}.0", f"{first}._target_", "precision", "trainer.plugins._target_")
     said = next((text for name in names if (text := fields.take(name, str, "")) and re.search("16|fp8|fp4", text)), "")
     meant: Mapping[str, Any] = next((each for pattern, each in _FORMATS if re.search(pattern, said)), {})
     for name, value in meant.items():
@@ -215,10 +199,12 @@ def _precision(fields: Fields) -> None:
 
 
 def _adapters(fields: Fields) -> None:
-    kind = fields.take("peft._target_", str, "") or fields.take("peft", str, "")
-    if rank := fields.take("peft.dim", int, 0):
-        fields.set("model.lora.rank", rank, "peft.dim")
+    kind = fields.word("peft._target_", "peft")
+    if rank := fields.take("peft.dim", int, 32 if kind == "LoRA" else 0):
+        fields.set("model.lora.rank", rank, ("peft.dim", "peft._target_"))
         fields.set("model.lora.alpha", fields.take("peft.alpha", float, 32.0), "peft.alpha")
+        targets = fields.take("peft.target_modules", object, None)
+        lora_targets(fields, "peft.target_modules", targets, everything=targets is None)
     elif kind and kind.lower() not in ("none", "null"):
         fields.need("model.lora.rank", f"the rank of the adapters ({kind})")
 
@@ -255,9 +241,7 @@ YAML = replace(
     kind="Megatron-Bridge (YAML)",
     recognises=is_yaml,
     parse=parse_yaml,
-    new_line=lambda name, value: (
-        _python_line(name, value).removeprefix("    cfg.").replace(" = ", ": ").replace("'", "")
-    ),
+    new_line=lambda name, value: _python_line(name, value)[8:].replace(" = ", ": ").replace("'", ""),
     spelled=lambda value: str(value).lower() if isinstance(value, bool) else str(value),
     absent="null",
     marks="YAML with model, train, ddp, …",

@@ -7,18 +7,10 @@ from typing import Any
 
 from phalanx.config.layout import Layout
 from phalanx.foreign.frame import Fields, ForeignFormat, ForeignJob, Source
-from phalanx.foreign.shared import AUTO, KEPT, deepspeed_values, no_model, set_optimizer
+from phalanx.foreign.shared import AUTO, KEPT, deepspeed_values, no_model
 
-_Z = "zero_optimization."
-OPTIMIZERS = {
-    "adam": ("adamw", ""),
-    "adamw": ("adamw", ""),
-    "lion": ("lion", ""),
-    "sgd": ("sgd", ""),
-    "muon": ("muon", ""),
-}
+ZERO = "zero_optimization."
 _MARKS = {"zero_optimization", "train_micro_batch_size_per_gpu", "train_batch_size", "gradient_accumulation_steps"}
-_SCHEDULES = {"warmuplr": "constant", "warmupdecaylr": "linear", "warmupcosinelr": "cosine"}
 
 
 def recognises(source: Source) -> bool:
@@ -33,22 +25,14 @@ def set_deepspeed(fields: Fields) -> None:
         if found.text.strip("\"'") == AUTO and found.value is None and meaning and not meaning.why:
             fields.leave(name, "the trainer fills it in; give it here", affects=True)
     _precision(fields)
-    set_optimizer(fields, "optimizer.type", OPTIMIZERS)
-    word = fields.take("scheduler.type", str, "").lower()
-    if word in _SCHEDULES:
-        fields.set("optimizer.schedule", _SCHEDULES[word], "scheduler.type")
-    elif word:
-        fields.unknown_value("scheduler.type", [*_SCHEDULES], "optimizer.schedule")
-    if fields.take("scheduler.params.warmup_max_lr", float, 0.0) and "optimizer.lr" not in fields.settings:
-        fields.set(
-            "optimizer.lr", fields.take("scheduler.params.warmup_max_lr", float, 0.0), "scheduler.params.warmup_max_lr"
-        )
-    fields.set_above("train.global_batch", "train_batch_size", 0)
+    if "optimizer.lr" not in fields.settings:
+        fields.put("optimizer.lr", "scheduler.params.warmup_max_lr", 0.0)
+    fields.put("train.global_batch", "train_batch_size", 0)
     if (printed := fields.take("steps_per_print", float, 0.0)) >= 1 and printed < 2**31:
         fields.set("train.log_every", int(printed), "steps_per_print")
     _zero(fields)
     _offload(fields)
-    if (sp := fields.set_above("layout.cp", "sequence_parallel_size", 1)) > 1:
+    if (sp := fields.put("layout.cp", "sequence_parallel_size", 1)) > 1:
         fields.set("layout.cp_ulysses", sp, "sequence_parallel_size", "Ulysses")
 
 
@@ -61,8 +45,8 @@ def finish(fields: Fields) -> None:
 
 
 def _precision(fields: Fields) -> None:
-    narrow = [name for name in ("bf16.enabled", "bfloat16.enabled") if fields.take(name, bool, False)]
-    half, cast = fields.take("fp16.enabled", bool, False), fields.take("torch_autocast.enabled", bool, False)
+    narrow = [*filter(fields.on, ("bf16.enabled", "bfloat16.enabled"))]
+    half, cast = fields.on("fp16.enabled"), fields.on("torch_autocast.enabled")
     kind = fields.take("torch_autocast.dtype", str, "torch.bfloat16")
     auto = any(name in fields.stated and fields.stated[name].value is None for name in ("bf16.enabled", "fp16.enabled"))
     if narrow or half:
@@ -73,16 +57,16 @@ def _precision(fields: Fields) -> None:
     elif not auto and "train.precision" not in fields.settings:
         fields.set("train.precision", "fp32", ["bf16.enabled", "fp16.enabled"])
     names = ["bf16.bf16_master_weights_and_grads", "bf16.bf16_optimizer_states"]
-    masters, states = (fields.take(name, bool, False) for name in names)
+    masters, states = map(fields.on, names)
     if masters or states:
         fields.set("optimizer.state", "bf16", names)
         fields.set("optimizer.master", "none" if masters else "fp32", names)
 
 
 def _zero(fields: Fields) -> None:
-    stage = f"{_Z}stage"
+    stage = f"{ZERO}stage"
     level = fields.take(stage, int, 0)
-    shard = fields.take(f"{_Z}mics_shard_size", int, -1)
+    shard = fields.take(f"{ZERO}mics_shard_size", int, -1)
     if level not in (0, 1, 2, 3):
         fields.unknown_value(stage, ["0", "1", "2", "3"], "layout.zero")
     elif level == 0:
@@ -90,8 +74,8 @@ def _zero(fields: Fields) -> None:
     else:
         fields.set("layout.zero", level, stage)
         if shard > 0:
-            fields.set("layout.dp_shard", shard, f"{_Z}mics_shard_size")
-            fields.set("layout.dp_replicate", -1, f"{_Z}mics_shard_size")
+            fields.set("layout.dp_shard", shard, f"{ZERO}mics_shard_size")
+            fields.set("layout.dp_replicate", -1, f"{ZERO}mics_shard_size")
         else:
             fields.set("layout.dp_shard", -1, stage)
         if level > 1:
@@ -99,33 +83,32 @@ def _zero(fields: Fields) -> None:
     fields.framework = "fsdp1"  # Hugging Face's models in eager mode, with fused attention
     narrow = "train.precision" in fields.settings and fields.settings["train.precision"].text != "fp32"
     fields.recipe["parameter_bytes"] = 2 if narrow else 4
-    fields.set_above("layout.hpz", f"{_Z}zero_hpz_partition_size", 1)
-    if (size := fields.take(f"{_Z}reduce_bucket_size", float, 0.0)) > 0 and level < 3:
+    fields.put("layout.hpz", f"{ZERO}zero_hpz_partition_size", 1)
+    if (size := fields.take(f"{ZERO}reduce_bucket_size", float, 0.0)) > 0 and level < 3:
         wide = 2 if narrow else 4
-        fields.set("layout.bucket_mb", size * wide / 2**20, f"{_Z}reduce_bucket_size", f"{wide} bytes per element")
-    elif f"{_Z}reduce_bucket_size" in fields.stated and size > 0:
-        fields.leave(f"{_Z}reduce_bucket_size", "gradients are reduced per block with ZeRO-3", affects=False)
+        fields.set("layout.bucket_mb", size * wide / 2**20, f"{ZERO}reduce_bucket_size", f"{wide} bytes per element")
+    elif f"{ZERO}reduce_bucket_size" in fields.stated and size > 0:
+        fields.leave(f"{ZERO}reduce_bucket_size", "gradients are reduced per block with ZeRO-3", affects=False)
 
 
 def _offload(fields: Fields) -> None:
-    places = {part: f"{_Z}offload_{part}.device" for part in ("optimizer", "param")}
-    old = {"optimizer": [f"{_Z}cpu_offload"], "param": [f"{_Z}cpu_offload_param", f"{_Z}cpu_offload_params"]}
+    places = {part: f"{ZERO}offload_{part}.device" for part in ("optimizer", "param")}
+    old = {"optimizer": [f"{ZERO}cpu_offload"], "param": [f"{ZERO}cpu_offload_param", f"{ZERO}cpu_offload_params"]}
     parts, names = list[str](), list[str]()
     for part, name in places.items():
         word = fields.take(name, str, "none").lower()
-        said = [each for each in old[part] if fields.take(each, bool, False)]
+        said = [*filter(fields.on, old[part])]
         if word not in ("none", "cpu", "nvme"):
             fields.unknown_value(name, ["none", "cpu", "nvme"], "layout.offload")
         elif word != "none" or said:
             parts.append("optimizer" if part == "optimizer" else "parameters")
             names += said or [name]
-    folder = fields.take(f"{_Z}offload_optimizer.nvme_path", str, "")
+    folder = fields.take(f"{ZERO}offload_optimizer.nvme_path", str, "")
     if parts:
         fields.set("layout.offload", "+".join(parts), names)
     if fields.take(places["optimizer"], str, "none").lower() == "nvme":
-        fields.set(
-            "layout.offload_to", folder or "/local_nvme", [places["optimizer"], f"{_Z}offload_optimizer.nvme_path"]
-        )
+        names = [places["optimizer"], f"{ZERO}offload_optimizer.nvme_path"]
+        fields.set("layout.offload_to", folder or "/local_nvme", names)
     if fields.take(places["param"], str, "none").lower() == "nvme":
         why = "parameters leave for the host's memory here, not for a disk; set offload_param.device to cpu"
         fields.refuse(places["param"], why, "layout.offload")
@@ -136,11 +119,11 @@ def written(theirs: ForeignJob, layout: Layout) -> dict[str, Any]:
     parts = layout.offload.replace("all", "optimizer+parameters").split("+")
     sharded = layout.dp_shard > 1
     found: dict[str, Any] = {
-        f"{_Z}stage": layout.zero if sharded else 0,
-        f"{_Z}offload_optimizer.device": "cpu" if "optimizer" in parts else "none",
-        f"{_Z}offload_param.device": "cpu" if "parameters" in parts else "none",
-        f"{_Z}mics_shard_size": layout.dp_shard if sharded and layout.dp_replicate > 1 else None,
-        f"{_Z}zero_hpz_partition_size": layout.hpz if layout.hpz > 1 else None,
+        f"{ZERO}stage": layout.zero if sharded else 0,
+        f"{ZERO}offload_optimizer.device": "cpu" if "optimizer" in parts else "none",
+        f"{ZERO}offload_param.device": "cpu" if "parameters" in parts else "none",
+        f"{ZERO}mics_shard_size": layout.dp_shard if sharded and layout.dp_replicate > 1 else None,
+        f"{ZERO}zero_hpz_partition_size": layout.hpz if layout.hpz > 1 else None,
         "train_micro_batch_size_per_gpu": layout.micro_batch,
         "gradient_accumulation_steps": layout.accumulation,
     }

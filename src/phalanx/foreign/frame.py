@@ -3,6 +3,7 @@ become."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -149,7 +150,7 @@ class NameMeaning:
     path: str = ""
     """The field of a job."""
     values: Mapping[str, Any] = field(default_factory=dict)
-    """Their values with another word for it here, by their text in lower case."""
+    """Their values with another word for it here, by their text in lower case, or with the fields that they set."""
     how: str = ""
     rule: bool = False
     """Whether the format's module reads it."""
@@ -180,11 +181,9 @@ class NameTable:
         return next((each for key, each in self._patterns if name.startswith(key[0]) and name.endswith(key[1])), None)
 
     @functools.cached_property
-    def _patterns(self) -> list[tuple[tuple[str, str], NameMeaning]]:
+    def _patterns(self) -> list[tuple[list[str], NameMeaning]]:
         """The names with a star, as what stands before and after it."""
-        return [
-            ((key.partition("*")[0], key.partition("*")[2]), each) for key, each in self.names.items() if "*" in key
-        ]
+        return [(key.split("*", 1), each) for key, each in self.names.items() if "*" in key]
 
     def by_path(self) -> dict[str, str]:
         """Returns the plain name of every field that has one."""
@@ -202,6 +201,7 @@ def table_of(name: str) -> NameTable:
         if "values" in stored:
             stored["values"] = {_word(theirs): ours for theirs, ours in stored["values"].items()}
         names[key] = read_as(NameMeaning, stored, f"{name}.yaml: {key}")
+    names |= {key: NameMeaning(rule=True) for key in written.get("rules") or ()}
     for section, affects in (("nothing", False), ("cost", True)):
         for why, several in (written.get(section) or {}).items():
             names |= {key: NameMeaning(why=why, affects=affects) for key in several}
@@ -262,15 +262,11 @@ class Fields:
         """Returns the value of a name as a type, or the default. A value of another type is a problem; one that is
         unresolved is listed as not understood."""
         self.taken.add(name)
-        found = self.stated.get(name)
-        if found is None or found.value is None or kind is object:
-            return (
-                default if found is None or found.value is None or isinstance(found.value, Unresolved) else found.value
-            )
-        if isinstance(found.value, Unresolved):
-            return default  # `plain` lists it
+        value = self.stated[name].value if self.has(name) else None  # `plain` lists what is unresolved
+        if value is None or kind is object:
+            return default if value is None else value
         try:
-            return converted(found.value, kind)
+            return converted(value, kind)
         except ValueError as error:
             self.problems.append(f"{self.origin(name)}: {error}")
             return default
@@ -289,9 +285,22 @@ class Fields:
         self.became = [each for each in self.became if each.path != path]
         self.became.append(Became(shown, theirs[0] if len(theirs) == 1 else theirs or None, path, value, how))
 
-    def set_above(self, path: str, name: str, least: int, how: str = "") -> int:
-        """Sets a field to the whole number of a name if it is above `least`, the default, and returns the number."""
-        if (value := self.take(name, int, least)) > least:
+    def on(self, *names: str) -> bool:
+        """Returns whether one of several switches is on."""
+        return True in [self.take(name, bool, False) for name in names]
+
+    def word(self, *names: str) -> str:
+        """Returns the first text of several names that is not empty; "" if there is none."""
+        return next(filter(None, [self.take(name, str, "") for name in names]), "")
+
+    def first(self, *names: str) -> int:
+        """Returns the first whole number of several names that is not 0; 0 if there is none."""
+        return next(filter(None, [self.take(name, int, 0) for name in names]), 0)
+
+    def put(self, path: str, name: str, default: T, how: str = "") -> T:
+        """Sets a field to the value of a name if it is above the default, which says its type, and returns it."""
+        value: Any = self.take(name, type(default), default)
+        if value > default:
             self.set(path, value, name, how)
         return value
 
@@ -311,6 +320,9 @@ class Fields:
     def unknown_value(self, name: str, known: Iterable[str], path: str = "") -> None:
         """Lists a value that has no counterpart."""
         self.refuse(name, f"no counterpart of this value is known (known: {', '.join(known)})", path)
+
+    def no_multiple(self, name: str, sequences: int, micro: int) -> None:
+        self.problems.append(f"{self.origin(name)}: {sequences} sequences are no multiple of micro-batches of {micro}")
 
     def need(self, path: str, what: str) -> None:
         """Says that a field of the job does not follow from the file: the user gives it."""
@@ -337,16 +349,16 @@ class Fields:
 
     def _plain(self, name: str, value: Any, meaning: NameMeaning) -> None:
         if meaning.values:
-            word = _word(value)
-            if word in meaning.values:
-                if meaning.values[word] is not None:
-                    self.set(meaning.path, meaning.values[word], name, meaning.how)
-                else:
-                    shown = self.stated[name].shown
-                    self._told.add(name)
-                    self.became.append(Became(shown, value, meaning.path, "(its default)", meaning.how))
-            else:
-                self.unknown_value(name, [*meaning.values])
+            if (word := _word(value)) not in meaning.values:
+                self.unknown_value(name, [*meaning.values], meaning.path)
+                return
+            ours = meaning.values[word]
+            for path, to in ours.items() if isinstance(ours, dict) else [(meaning.path, ours)]:
+                if to is not None:
+                    self.set(path, to, name, meaning.how)
+                    continue
+                self._told.add(name)
+                self.became.append(Became(self.stated[name].shown, value, path, "(its default)", meaning.how))
             return
         if isinstance(value, Mapping):
             self.problems.append(f"{self.origin(name)}: expected a value, found an object")
@@ -356,28 +368,17 @@ class Fields:
     def job(self, kind: str) -> ForeignJob:
         """Returns the job. Raises JobError with every problem."""
         for name, found in self.stated.items():
-            meaning = self.table.meaning_of(name)
+            meaning, taken = self.table.meaning_of(name), name in self.taken
             if meaning and meaning.rule and name not in self._told and not isinstance(found.value, Unresolved):
-                why = NO_EFFECT if name in self.taken else "it is not read beside the other values of this file"
-                where = self.leftovers if name in self.taken else self.unknown
-                where.append(Leftover(found.shown, found.value, why, affects=False))
+                why = NO_EFFECT if taken else "it is not read beside the other values of this file"
+                (self.leftovers if taken else self.unknown).append(
+                    Leftover(found.shown, found.value, why, affects=False)
+                )
         if self.problems:
             raise JobError(self.problems)
-        return ForeignJob(
-            self.source.path,
-            kind,
-            self.version,
-            tuple(self.settings.values()),
-            tuple(self.became),
-            tuple(self.leftovers),
-            tuple(self.unknown),
-            self.framework,
-            dict(self.recipe),
-            self.stated,
-            self.source,
-            self.model,
-            dict(self.needed),
-        )
+        several = tuple(self.settings.values()), tuple(self.became), tuple(self.leftovers), tuple(self.unknown)
+        facts = self.framework, dict(self.recipe), self.stated, self.source, self.model, dict(self.needed)
+        return ForeignJob(self.source.path, kind, self.version, *several, *facts)
 
 
 def converted(value: Any, kind: type[T]) -> T:
@@ -387,12 +388,9 @@ def converted(value: Any, kind: type[T]) -> T:
     if kind is bool and isinstance(value, str | int) and str(value).lower() in words:
         found = words[str(value).lower()]
     elif kind in (int, float) and isinstance(value, str | int | float) and not isinstance(value, bool):
-        try:
-            number = float(value)
-            found = int(value) if kind is int and isinstance(value, str) and value.strip("+-").isdigit() else number
-            found = int(number) if kind is int and number == int(number) else found if kind is int else number
-        except (ValueError, OverflowError):
-            found = value
+        with contextlib.suppress(ValueError, OverflowError):
+            found = float(value)
+            found = int(found) if kind is int and found == int(found) else found
     elif kind is str and isinstance(value, int | float):
         found = str(value)
     if not isinstance(found, kind) or (kind is int and isinstance(found, bool)):
@@ -402,9 +400,8 @@ def converted(value: Any, kind: type[T]) -> T:
 
 
 def _text(value: Any) -> str:
-    return (
-        str(value).lower() if isinstance(value, bool) else f"{value:.12g}" if isinstance(value, float) else str(value)
-    )
+    plain = f"{value:.12g}" if isinstance(value, float) else str(value)
+    return plain.lower() if isinstance(value, bool) else plain
 
 
 @dataclass(frozen=True)
@@ -503,17 +500,14 @@ def plain_value(node: yaml.ScalarNode) -> Any:
     if node.tag not in yaml_file.PLAIN_TAGS:
         return Unresolved(node.value, f"the tag {node.tag} is not followed")
     text = str(node.value)
-    if kind == "str":
-        try:  # YAML 1.1 reads 1e-5 as text, which no writer means
-            return float(text) if _EXPONENT.fullmatch(text) else text
-        except ValueError:
-            return text
+    if kind == "str" and _EXPONENT.fullmatch(text):  # YAML 1.1 reads 1e-5 as text, which no writer means
+        kind = "float"
+    if kind in ("null", "bool"):
+        return None if kind == "null" else text.lower() in values.TRUE
     try:
-        return {"int": lambda: int(text.replace("_", ""), 0), "float": lambda: float(text), "null": lambda: None}[
-            kind
-        ]()
-    except (KeyError, ValueError):
-        return text.lower() in values.TRUE if kind == "bool" else text
+        return int(text.replace("_", ""), 0) if kind == "int" else float(text) if kind == "float" else text
+    except ValueError:
+        return text
 
 
 _EXPONENT = re.compile(r"[-+]?[0-9.]+[eE][-+]?[0-9]+")

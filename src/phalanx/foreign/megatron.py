@@ -44,24 +44,18 @@ def parse_script(source: Source) -> Sequence[Stated]:
         raise JobError(f"{source.path}: not a script that can be read: {error}") from None
     words, doubt = _command(script)
     stated = _options(words)
-    if doubt:
-        line, text = words[0].place
-        stated.append(Stated("command", Unresolved(words[0].text, doubt), line, text))
+    lost = [("command", words[0], doubt)] if doubt else []
     program = next((word for word in words if re.search(r"\.py$", word.text)), None)
     if program and _OTHER_MODELS.search(program.text.rpartition("/")[2]):
-        line, text = program.place
-        why = "this program trains another kind of model than a GPT"
-        stated.append(Stated("program", Unresolved(program.text, why), line, text))
+        lost.append(("program", program, "this program trains another kind of model than a GPT"))
     known = {each.name for each in stated}
     for number, row in script.comments:
         for name, value in re.findall(r"--?([\w-]+)[= ]([0-9]+)\b", row):
             ours = "nnodes" if name in ("nodes", "N") else TORCHRUN.get(name, "")
             if ours and ours not in known:
                 stated.append(Stated(ours, value, number, value, label=f"--{name}"))
-    for each in script.sourced:
-        line, text = each.place
-        stated.append(Stated("source", Unresolved(each.text, "another script is not read"), line, text))
-    return stated
+    lost += [("source", each, "another script is not read") for each in script.sourced]
+    return [*stated, *(Stated(name, Unresolved(word.text, why), *word.place) for name, word, why in lost)]
 
 
 def _command(script: Script) -> tuple[list[ScriptWord], str]:
@@ -158,35 +152,32 @@ def launched(fields: Fields) -> None:
             fields.set(path, int(text), name)
         elif text:
             fields.leave(name, "the number of devices is the cluster's", affects=False)
-    for name in ("world_size", "num_gpus"):
-        if devices := fields.take(name, int, 0):
-            per_node = min(8, devices)
-            fields.set("cluster.nodes", -(-devices // per_node), name, f"nodes of {per_node} devices")
-            fields.set("cluster.devices_per_node", per_node, name)
+    if devices := fields.first("world_size", "num_gpus"):
+        name, per_node = "num_gpus" if fields.has("num_gpus") else "world_size", min(8, devices)
+        fields.set("cluster.nodes", -(-devices // per_node), name, f"nodes of {per_node} devices")
+        fields.set("cluster.devices_per_node", per_node, name)
 
 
 def finish(fields: Fields) -> None:
     """Sets what Megatron-LM's arguments mean together, with its own defaults."""
     launched(fields)
-    dropouts = [fields.take(name, float, 0.1) for name in ("hidden_dropout", "attention_dropout")]
+    names, how = ("hidden_dropout", "attention_dropout"), "Megatron-LM's default"
+    dropouts = [fields.take(name, float, 0.1) for name in names]
     if dropouts[0] != dropouts[1]:
-        fields.leave("attention_dropout", f"model.dropout is one for all, here {dropouts[0]:g}")
-    fields.set(
-        "model.dropout", dropouts[0], ("hidden_dropout", "attention_dropout"), _default(fields, "hidden_dropout")
-    )
+        fields.leave(names[1], f"model.dropout is one for all, here {dropouts[0]:g}")
+    fields.set("model.dropout", dropouts[0], names, "" if names[0] in fields.stated else how)
     if "weight_decay" not in fields.stated:
-        fields.set("optimizer.weight_decay", 0.01, "weight_decay", _default(fields, "weight_decay"))
+        fields.set("optimizer.weight_decay", 0.01, "weight_decay", how)
     if "position_embedding_type" not in fields.stated:
-        how = _default(fields, "position_embedding_type")
         fields.set("model.positions", "learned", "position_embedding_type", how)
     core(fields)
+    overlapped(fields, "overlap_grad_reduce" in fields.stated)
+
+
+def overlapped(fields: Fields, overlaps: bool) -> None:
+    """Sets the framework, and whether it sends gradients during the backward pass."""
     fields.framework = "megatron-core"
-    if "overlap_grad_reduce" not in fields.stated:
-        fields.recipe["figures"] = {"dp_overlaps": False}
-
-
-def _default(fields: Fields, name: str) -> str:
-    return "" if name in fields.stated else "Megatron-LM's default"
+    fields.recipe |= {} if overlaps else {"figures": {"dp_overlaps": False}}
 
 
 def written_as_option(name: str, value: Any) -> str:

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import ast
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from phalanx.config.fields import get
 from phalanx.config.layout import Layout
 from phalanx.config.presets import PRESETS, named
 from phalanx.foreign.frame import Fields, ForeignJob
-from phalanx.foreign.shared import PIPELINES, RECOMPUTES
+from phalanx.foreign.python_config import literal
+from phalanx.foreign.shared import PIPELINES, RECOMPUTES, whole
 
 VOCABULARIES = {
     "GPT2BPETokenizer": 50257,
@@ -64,26 +63,28 @@ def _contradictions(fields: Fields) -> None:
 
 
 def _precision(fields: Fields) -> None:
-    fp16, bf16 = fields.take("fp16", bool, False), fields.take("bf16", bool, False)
-    narrow = fields.take("fp8_format", str, "") or fields.take("fp8", str, "")
-    if narrow:
+    fp16, bf16 = fields.on("fp16"), fields.on("bf16")
+    narrow = fields.word("fp8_format", "fp8")
+    if narrow and "model.lora.rank" in fields.settings:
+        fields.set("train.precision", "bf16", ("fp8_format", "fp8", "fp8_recipe"), "products in 8 bits are priced")
+        fields.recipe["products"] = "fp8"
+    elif narrow:
         fields.set("train.precision", "fp8", ("fp8_format", "fp8"))
         recipe = fields.take("fp8_recipe", str, "delayed")
         scaling = {"mxfp8": "mxfp8", "blockwise": "rowwise"}.get(recipe, "tensorwise")
         how = "" if recipe in ("tensorwise", "mxfp8") else f"{recipe} scaling is priced alike"
         fields.set("train.fp8_scaling", scaling, "fp8_recipe", how)
-        for name in ("fp8_param", "fp8_param_gather"):
-            if fields.take(name, bool, False):
-                fields.leave(name, "parameters are gathered in 16 bits in the prediction")
+        for name in filter(fields.on, ("fp8_param", "fp8_param_gather")):
+            fields.leave(name, "parameters are gathered in 16 bits in the prediction")
     elif fp16 or bf16:
         fields.set("train.precision", "fp16" if fp16 else "bf16", "fp16" if fp16 else "bf16")
     else:
         fields.set("train.precision", "fp32", ("fp16", "bf16"), "neither bf16 nor fp16")
-    if fields.take("fp4_format", str, "") or fields.take("fp4", str, ""):
+    if fields.word("fp4_format", "fp4"):
         fields.recipe["products"] = "fp4"
-    if any(fields.take(name, bool, False) for name in ("fp8_dot_product_attention", "fp8_multi_head_attention")):
+    if fields.on("fp8_dot_product_attention", "fp8_multi_head_attention"):
         fields.recipe["fp8_attention"] = True
-    sums = fields.take("grad_reduce_in_bf16", bool, False) or not fields.take("grad_reduce_in_fp32", bool, True)
+    sums = fields.on("grad_reduce_in_bf16") or not fields.take("grad_reduce_in_fp32", bool, True)
     sums = sums or fp16 or fields.take("main_grads_dtype", str, "fp32") not in _FP32
     fields.recipe |= {"gradient_bytes": 0 if sums else 4, "step_gradient_bytes": 4 if sums else 0}
 
@@ -119,11 +120,11 @@ def _optimizer(fields: Fields) -> None:
 
 def _shape(fields: Fields) -> None:
     width, heads = fields.take("hidden_size", int, 0), fields.take("num_attention_heads", int, 0)
-    swiglu, quick = fields.take("swiglu", bool, False), fields.take("quick_geglu", bool, False)
-    gated = swiglu or quick or fields.take("gated_linear_unit", bool, False)
+    swiglu, quick = fields.on("swiglu"), fields.on("quick_geglu")
+    gated = swiglu or quick or fields.on("gated_linear_unit")
     function = fields.take("activation_func", str, "").rpartition(".")[2]
-    squared = fields.take("squared_relu", bool, False) or "squared_relu" in function
-    tanh = fields.take("openai_gelu", bool, False) or "fast_gelu" in function or "openai_gelu" in function
+    squared = fields.on("squared_relu") or "squared_relu" in function
+    tanh = fields.on("openai_gelu") or "fast_gelu" in function or "openai_gelu" in function
     names = ("swiglu", "quick_geglu", "squared_relu", "openai_gelu", "gated_linear_unit", "activation_func")
     if quick or "quick_gelu" in function:
         fields.set("model.activation", "swiglu_clamped", (*names, "activation_func_clamp_value"))
@@ -133,32 +134,28 @@ def _shape(fields: Fields) -> None:
         fields.set("model.activation", "geglu" if tanh or function == "gelu" else "swiglu", names)
     elif "model.preset" not in fields.settings:
         fields.set("model.activation", "gelu_tanh" if tanh else "gelu", names)
-    ff = fields.take("ffn_hidden_size", int, 0)
-    if ff:
-        fields.set("model.d_ff", ff, "ffn_hidden_size")
-    elif width and "model.preset" not in fields.settings:
+    if not fields.put("model.d_ff", "ffn_hidden_size", 0) and width and "model.preset" not in fields.settings:
         ff = int(4 * width * 2 / 3 / 64) * 64 if swiglu else 4 * width
         fields.set("model.d_ff", ff, "ffn_hidden_size", "by Megatron's rule")
     groups = fields.take("num_query_groups", int, 0)
     if groups and fields.take("group_query_attention", bool, "group_query_attention" not in fields.stated):
         fields.set("model.n_kv_heads", groups, ("num_query_groups", "group_query_attention"))
-    latent, size = fields.take("multi_latent_attention", bool, False), fields.take("kv_channels", int, 0)
+    latent, size = fields.on("multi_latent_attention"), fields.take("kv_channels", int, 0)
     if size and not latent and heads * size != width:
         fields.set("model.head_dim", size, "kv_channels")
     if latent:
         for theirs, (ours, default) in _MLA.items():
             fields.set(f"model.mla.{ours}", fields.take(theirs, int, default), theirs)
-    elif fields.take("qk_layernorm", bool, False):
+    elif fields.on("qk_layernorm"):
         fields.set("model.qk_norm", "head", "qk_layernorm")
-    if fields.take("use_rotary_position_embeddings", bool, False):
+    if fields.on("use_rotary_position_embeddings"):
         fields.set("model.positions", "rope", "use_rotary_position_embeddings")
-    if "seq_length" not in fields.stated and (length := fields.take("encoder_seq_length", int, 0)):
-        fields.set("model.seq_len", length, "encoder_seq_length")
+    if "seq_length" not in fields.stated:
+        fields.put("model.seq_len", "encoder_seq_length", 0)
     sides = re.findall(r"-?[0-9]+", str(fields.take("window_size", object, "")))
     if sides and 0 <= int(sides[0]) + 1 < fields.take("seq_length", int, 2**62):
         fields.set("model.window", int(sides[0]) + 1, "window_size", "keys before a query, and its own")
-        if every := fields.take("window_attn_skip_freq", int, 0):
-            fields.set("model.full_every", every, "window_attn_skip_freq")
+        fields.put("model.full_every", "window_attn_skip_freq", 0)
 
 
 _MLA = {
@@ -191,35 +188,23 @@ def start_from(fields: Fields, name: str, model: str) -> bool:
     return bool(preset)
 
 
-def _number(fields: Fields, path: str) -> int:
-    """Returns the whole number that a field of the job has, by itself or by its preset, or 0."""
-    if path in fields.settings:
-        text = fields.settings[path].text
-        return int(text) if isinstance(text, str) and text.isdigit() else 0
-    preset = fields.settings.get("model.preset")
-    return int(get(PRESETS[str(preset.text)], path.removeprefix("model."))) if preset else 0
-
-
 def _experts(fields: Fields) -> None:
     count, moe = fields.take("num_experts", int, 0) or fields.take("num_moe_experts", int, 0), "model.moe."
-    if count or _number(fields, f"{moe}n_experts"):
+    if count or whole(fields, f"{moe}n_experts", 0):
         _dispatcher(fields)
     if not count:
         return
     fields.set(f"{moe}n_experts", count, ("num_experts", "num_moe_experts"))
     top = fields.take("moe_router_topk", int, 2)
     fields.set(f"{moe}top_k", top, "moe_router_topk")
-    width, dense = fields.take("moe_ffn_hidden_size", int, 0), _number(fields, "model.d_ff")
-    if width:
-        fields.set(f"{moe}d_ff", width, "moe_ffn_hidden_size")
+    width, dense = fields.put(f"{moe}d_ff", "moe_ffn_hidden_size", 0), whole(fields, "model.d_ff", 0)
     if shared := fields.take("moe_shared_expert_intermediate_size", int, 0):
-        whole, rest = divmod(shared, width or dense or shared)
-        if rest or not whole:
+        several, rest = divmod(shared, width or dense or shared)
+        if rest or not several:
             fields.leave("moe_shared_expert_intermediate_size", "it is no multiple of an expert's width")
         else:
-            fields.set(f"{moe}n_shared", whole, "moe_shared_expert_intermediate_size", "of an expert's width each")
-    if fields.take("moe_shared_expert_gate", bool, False):
-        fields.set(f"{moe}shared_gate", True, "moe_shared_expert_gate")
+            fields.set(f"{moe}n_shared", several, "moe_shared_expert_intermediate_size", "of an expert's width each")
+    fields.put(f"{moe}shared_gate", "moe_shared_expert_gate", False)
     scores = fields.take("moe_router_score_function", str, "softmax")
     before = fields.take("moe_router_pre_softmax", bool, False)
     if scores in ("softmax", "sigmoid"):
@@ -228,21 +213,15 @@ def _experts(fields: Fields) -> None:
         fields.leave("moe_router_score_function", "it is priced as a softmax", affects=False)
     names = ("moe_router_pre_softmax", "moe_router_score_function")
     fields.set(f"{moe}renormalise", (scores == "sigmoid" or not before) and top > 1, names)
-    for theirs, ours, kind in (
-        ("moe_router_topk_scaling_factor", "route_scale", float),
-        ("moe_z_loss_coeff", "z_loss", float),
-        ("moe_expert_capacity_factor", "capacity", float),
-        ("moe_latent_size", "latent", int),
-    ):
-        if value := fields.take(theirs, kind, kind(0)):
-            fields.set(f"{moe}{ours}", value, theirs)
-    if fields.set_above(f"{moe}n_groups", "moe_router_num_groups", 1) > 1:
+    fields.put(f"{moe}route_scale", "moe_router_topk_scaling_factor", 0.0)
+    fields.put(f"{moe}z_loss", "moe_z_loss_coeff", 0.0)
+    fields.put(f"{moe}capacity", "moe_expert_capacity_factor", 0.0)
+    fields.put(f"{moe}latent", "moe_latent_size", 0)
+    if fields.put(f"{moe}n_groups", "moe_router_num_groups", 1) > 1:
         fields.set(f"{moe}top_groups", fields.take("moe_router_group_topk", int, 1), "moe_router_group_topk")
-    if fields.take("moe_router_enable_expert_bias", bool, False):
-        fields.set(f"{moe}bias_balanced", True, "moe_router_enable_expert_bias")
-        fields.set(
-            f"{moe}bias_rate", fields.take("moe_router_bias_update_rate", float, 1e-3), "moe_router_bias_update_rate"
-        )
+    if fields.put(f"{moe}bias_balanced", "moe_router_enable_expert_bias", False):
+        rate = fields.take("moe_router_bias_update_rate", float, 1e-3)
+        fields.set(f"{moe}bias_rate", rate, "moe_router_bias_update_rate")
     share = fields.take("moe_aux_loss_coeff", float, 0.0)
     if share and "aux_loss" in str(fields.take("moe_router_load_balancing_type", object, "aux_loss")):
         fields.set(f"{moe}aux_loss", share, ("moe_aux_loss_coeff", "moe_router_load_balancing_type"))
@@ -251,14 +230,12 @@ def _experts(fields: Fields) -> None:
 def _dispatcher(fields: Fields) -> None:
     kind = fields.take("moe_token_dispatcher_type", str, "allgather")
     backend = fields.take("moe_flex_dispatcher_backend", str, "deepep")
-    deep = fields.take("moe_enable_deepep", bool, False) or fields.take("use_turbo_deepep", bool, False)
-    found = (
-        backend if kind == "flex" and backend == "hybridep" else "deepep" if kind == "flex" or deep else "all-to-all"
-    )
-    fields.recipe["dispatcher"] = found
+    deep = fields.on("moe_enable_deepep", "use_turbo_deepep") or kind == "flex"
+    hybrid = kind == "flex" and backend == "hybridep"
+    fields.recipe["dispatcher"] = backend if hybrid else "deepep" if deep else "all-to-all"
     if kind == "allgather" and "moe_token_dispatcher_type" in fields.stated:
         fields.leave("moe_token_dispatcher_type", "an all-to-all is predicted")
-    if fields.take("overlap_moe_expert_parallel_comm", bool, False):
+    if fields.on("overlap_moe_expert_parallel_comm"):
         fields.recipe["overlaps"] = True
 
 
@@ -266,25 +243,9 @@ def frequencies(text: str) -> list[int] | int:
     """Returns a pattern of layers: a whole number, or a list such as ([0]*3+[1]*58). Raises ValueError."""
     wrong = f"expected a number or a list of zeros and ones such as [0]*3+[1]*58, found {text[:80]!r}"
 
-    def value(node: ast.AST) -> Any:
-        if isinstance(node, ast.Constant) and type(node.value) is int:
-            return node.value
-        if isinstance(node, ast.List):
-            return [value(each) for each in node.elts]
-        if isinstance(node, ast.BinOp):
-            one, other = value(node.left), value(node.right)
-            if isinstance(node.op, ast.Add) and isinstance(one, list) and isinstance(other, list):
-                return one + other
-            if isinstance(node.op, ast.Mult) and isinstance(one, list) and type(other) is int and 0 <= other <= 1000:
-                return one * other
-        raise ValueError(wrong)
-
-    try:
-        found = value(ast.parse(text.strip(), mode="eval").body) if len(text) < 10_000 else None
-    except (SyntaxError, RecursionError, MemoryError):
-        raise ValueError(wrong) from None
+    found = literal(text) if len(text) < 10_000 else None
     if not (type(found) is int and found > 0) and not (
-        isinstance(found, list) and found and all(each in (0, 1) for each in found) and len(found) < 100_000
+        isinstance(found, list) and found and all(type(each) is int and each in (0, 1) for each in found)
     ):
         raise ValueError(wrong)
     return found
@@ -292,30 +253,26 @@ def frequencies(text: str) -> list[int] | int:
 
 def _layers(fields: Fields) -> int:
     """Sets number and kinds of the layers, and returns the number without the modules for further tokens."""
-    count = next(
-        (n for name in ("num_layers", "encoder_num_layers", "decoder_num_layers") if (n := fields.take(name, int, 0))),
-        0,
-    )
-    pattern = fields.take("hybrid_layer_pattern", str, "") or fields.take("hybrid_override_pattern", str, "")
-    if pattern:
+    several = ("num_layers", "encoder_num_layers", "decoder_num_layers")
+    count = fields.first(*several)
+    if pattern := fields.word("hybrid_layer_pattern", "hybrid_override_pattern"):
         return _hybrid(fields, pattern)
     more = fields.take("mtp_num_layers", int, 0)
-    own = _number(fields, "model.n_layers") - _number(fields, "model.mtp")  # of a preset
+    own = whole(fields, "model.n_layers", 0) - whole(fields, "model.mtp", 0)  # of a preset
     if count or (more and own > 0):
         count = count or own
-        names = ("num_layers", "encoder_num_layers", "decoder_num_layers", *(["mtp_num_layers"] if more else []))
+        names = (*several, *(["mtp_num_layers"] if more else []))
         fields.set("model.n_layers", count + more, names, f"with {more} for further tokens" if more else "")
     if more:
         fields.set("model.mtp", more, "mtp_num_layers")
         weight = fields.take("mtp_loss_scaling_factor", float, 0.1)
         fields.set("train.mtp_weight", weight, ["mtp_num_layers", "mtp_loss_scaling_factor"])
     found = fields.take("moe_layer_freq", object, None)
-    count = count or _number(fields, "model.n_layers") - _number(fields, "model.mtp")
+    count = count or whole(fields, "model.n_layers", 0) - whole(fields, "model.mtp", 0)
     if "model.moe.n_experts" not in fields.settings or found is None:
         return count
-    text = str(found)
     try:
-        freq = frequencies(text)
+        freq = frequencies(str(found))
     except ValueError as error:
         fields.problems.append(f"{fields.origin('moe_layer_freq')}: {error}")
         return count
@@ -347,10 +304,10 @@ def _hybrid(fields: Fields, pattern: str) -> int:
     fields.set("model.feed_forward", ",".join(each for _, each in blocks), names)
     size = fields.take("mamba_head_dim", int, 64)
     count = fields.take("mamba_num_heads", int, 0) or 2 * fields.take("hidden_size", int, 0) // max(1, size)
-    for name, value in (("n_heads", count), ("head_dim", size)):
-        fields.set(f"model.mamba.{name}", value, f"mamba_{'num_heads' if name == 'n_heads' else name}")
-    fields.set("model.mamba.groups", fields.take("mamba_num_groups", int, 8), "mamba_num_groups")
-    fields.set("model.mamba.state", fields.take("mamba_state_dim", int, 128), "mamba_state_dim")
+    groups, state = fields.take("mamba_num_groups", int, 8), fields.take("mamba_state_dim", int, 128)
+    rows = (("n_heads", count, "num_heads"), ("head_dim", size, "head_dim"))
+    for ours, value, theirs in (*rows, ("groups", groups, "num_groups"), ("state", state, "state_dim")):
+        fields.set(f"model.mamba.{ours}", value, f"mamba_{theirs}")
     if fields.take("mtp_num_layers", int, 0):
         fields.leave("mtp_num_layers", "modules for further tokens are not read beside a pattern")
     return len(blocks)
@@ -383,7 +340,7 @@ def _vocabulary(fields: Fields, tp: int) -> None:
 
 
 def _ranks(fields: Fields, tp: int) -> None:
-    if tp > 1 and fields.take("sequence_parallel", bool, False):
+    if tp > 1 and fields.on("sequence_parallel"):
         fields.set("layout.sp", True, "sequence_parallel")
         fields.set("layout.sp_regather", True, "sequence_parallel", "Megatron gathers again in the backward pass")
     cp, kind = fields.take("context_parallel_size", int, 1), str(fields.take("cp_comm_type", object, "p2p"))
@@ -393,7 +350,7 @@ def _ranks(fields: Fields, tp: int) -> None:
         fields.set("layout.cp_ulysses", inner, ("cp_comm_type", "hierarchical_context_parallel_sizes"))
     elif cp > 1 and "p2p" not in kind:
         fields.leave("cp_comm_type", "a ring is predicted")
-    experts = _number(fields, "model.moe.n_experts") > 0
+    experts = whole(fields, "model.moe.n_experts", 0) > 0
     ep, etp = fields.take("expert_model_parallel_size", int, 1), fields.take(ETP, int, 0) or tp
     _data(fields, experts and ep > 1)
     if not experts:
@@ -412,8 +369,8 @@ _STRATEGIES = {"no_shard": 0, "optim": 1, "optim_grads": 2, "optim_grads_params"
 
 def _data(fields: Fields, cuts_experts: bool) -> None:
     """Sets data parallelism: the rest of the devices, which replicate, or shard the optimizer's state or all of it."""
-    fsdp = fields.take("use_megatron_fsdp", bool, False) or fields.take("use_custom_fsdp", bool, False)
-    if fields.take("use_torch_fsdp2", bool, False):
+    fsdp = fields.on("use_megatron_fsdp", "use_custom_fsdp")
+    if fields.on("use_torch_fsdp2"):
         names, zero = ("use_torch_fsdp2",), 3
         # FSDP2 keeps shards of gradients in the type of the parameters.
         fields.recipe |= {"gradient_bytes": 0, "step_gradient_bytes": 4}
@@ -421,16 +378,16 @@ def _data(fields: Fields, cuts_experts: bool) -> None:
         names = ("data_parallel_sharding_strategy", "use_megatron_fsdp", "use_custom_fsdp")
         zero = _STRATEGIES.get(fields.take("data_parallel_sharding_strategy", str, "no_shard"), 0)
     else:
-        names, zero = ("use_distributed_optimizer",), int(fields.take("use_distributed_optimizer", bool, False))
+        names, zero = ("use_distributed_optimizer",), int(fields.on("use_distributed_optimizer"))
     how = "world size / (tp × pp × cp)"
     if not zero and not cuts_experts:
         fields.set("layout.dp_replicate", -1, names, how)
         fields.set("layout.zero", 1, names, "nothing is sharded")
         return
-    fields.set_above("layout.dp_replicate", "num_distributed_optimizer_instances", 1)
+    fields.put("layout.dp_replicate", "num_distributed_optimizer_instances", 1)
     fields.set("layout.dp_shard", -1, names, how)
     fields.set("layout.zero", zero or 1, names, "" if zero else "experts need ranks that shard")
-    if zero == 3 and fields.take("torch_fsdp2_no_reshard_after_forward", bool, False):
+    if zero == 3 and fields.on("torch_fsdp2_no_reshard_after_forward"):
         fields.set("layout.reshard", False, "torch_fsdp2_no_reshard_after_forward")
 
 
@@ -443,9 +400,9 @@ def _pipeline(fields: Fields, pp: int, layers: int) -> int:
         return 1
     each = fields.take("num_layers_per_virtual_pipeline_stage", int, 0)
     virtual = ("num_virtual_stages_per_pipeline_rank", "virtual_pipeline_model_parallel_size")
-    chunks = next((n for name in virtual if (n := fields.take(name, int, 0))), 1)
+    chunks = fields.first(*virtual) or 1
     text = fields.take("pipeline_model_parallel_layout", object, None)
-    ends = [next((n for form in _ENDS if (n := fields.take(form.format(end), int, 0))), 0) for end in ("first", "last")]
+    ends = [fields.first(*(form.format(end) for form in _ENDS)) for end in ("first", "last")]
     cuts = tuple(form.format(end) for form in _ENDS for end in ("first", "last"))
     sums = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
     sizes = layout_sizes(text) if text else []
@@ -464,13 +421,13 @@ def _pipeline(fields: Fields, pp: int, layers: int) -> int:
     else:
         chunks = 1
         fields.set("layout.schedule", "1f1b", names)
-    more = _number(fields, "model.mtp")
+    more = whole(fields, "model.mtp", 0)
     if sizes and "model.preset" in fields.settings and not more and 0 < (extra := sum(sizes) - layers) <= 2:
         more, how = extra, "modules for further tokens, by the stages"
         fields.set("model.mtp", more, cuts, how)
         fields.set("model.n_layers", layers + more, cuts, how)
     if not sizes and chunks == 1:
-        lead, tail = (int(fields.take(name, bool, False)) for name in sums)
+        lead, tail = (int(fields.on(name)) for name in sums)
         sizes = _uneven(pp, layers, ends, lead, tail, more)
     if sizes and len(sizes) == pp * chunks and min(sizes) > 0 and sum(sizes) == layers + more:
         fields.set("layout.pp_cut", "+".join(map(str, sizes)), (*cuts, *sums))
@@ -509,22 +466,16 @@ def layout_sizes(text: Any) -> list[int]:
 
 
 def _recompute(fields: Fields, layers: int, stages: int) -> None:
-    names = (
-        "recompute_granularity",
-        "recompute_activations",
-        "activations_checkpoint_method",
-        "checkpoint_activations",
-    )
-    names = (*names, "recompute_method", "recompute_num_layers", "recompute_modules")
-    mode = fields.take("recompute_granularity", str, "")
-    mode = mode or ("selective" if fields.take("recompute_activations", bool, False) else "")
-    if fields.take("activations_checkpoint_method", str, "") or fields.take("checkpoint_activations", bool, False):
+    old = ("recompute_activations", "activations_checkpoint_method", "checkpoint_activations")
+    names = ("recompute_granularity", *old, "recompute_method", "recompute_num_layers", "recompute_modules")
+    mode = fields.word(names[0]) or ("selective" if fields.on(old[0]) else "")
+    if fields.word(old[1]) or fields.on(old[2]):
         mode = "full"
     modules = fields.take("recompute_modules", object, None)
     modules = modules if isinstance(modules, list) else re.findall(r"[a-z_]+", str(modules or "core_attn"))
     method, count = fields.take("recompute_method", str, ""), fields.take("recompute_num_layers", int, 0)
     if mode == "full" and method == "block" and layers % stages == 0 and 0 < count < layers // stages:
-        more = _number(fields, "model.mtp")
+        more = whole(fields, "model.mtp", 0)
         runs = [f"{count}*full", f"{layers // stages - count}*none"] * stages + [f"{more}*none"] * bool(more)
         fields.set("layout.recompute_cut", "+".join(runs), names, f"the first {count} layers of each stage")
     elif mode == "full":
@@ -534,7 +485,7 @@ def _recompute(fields: Fields, layers: int, stages: int) -> None:
     elif mode == "selective":
         fields.set("layout.recompute", "selective" if "core_attn" in modules else "none", names)
     others = [str(each) for each in modules if each != "core_attn"] if mode == "selective" else []
-    if fields.take("moe_layer_recompute", bool, False):
+    if fields.on("moe_layer_recompute"):
         others.append("moe")
     if others:
         fields.recipe["recomputes"] = others
@@ -542,15 +493,14 @@ def _recompute(fields: Fields, layers: int, stages: int) -> None:
 
 def _offload(fields: Fields) -> None:
     parts = list[str]()
-    if fields.take("optimizer_cpu_offload", bool, False):
+    if fields.on("optimizer_cpu_offload"):
         parts.append("optimizer")
         if fields.take("optimizer_offload_fraction", float, 1.0) != 1.0:
             fields.leave("optimizer_offload_fraction", "all of the state is predicted to leave")
-    if fields.take("cpu_offloading", bool, False) and fields.take("cpu_offloading_activations", bool, True):
+    if fields.on("cpu_offloading") and fields.take("cpu_offloading_activations", bool, True):
         parts.append("activations")
-        if blocks := fields.take("cpu_offloading_num_layers", int, 0):
-            fields.set("layout.offload_blocks", blocks, "cpu_offloading_num_layers")
-        if fields.take("cpu_offloading_weights", bool, False):
+        fields.put("layout.offload_blocks", "cpu_offloading_num_layers", 0)
+        if fields.on("cpu_offloading_weights"):
             fields.leave("cpu_offloading_weights", "weights stay in the prediction")
     if parts:
         names = ("optimizer_cpu_offload", "cpu_offloading", "cpu_offloading_activations")
@@ -562,15 +512,8 @@ def _graphs(fields: Fields) -> None:
     scope = fields.take("cuda_graph_scope", object, None) or fields.take("cuda_graph_modules", object, "")
     if kind.lower() != "none":
         words = set(re.findall("[a-z_]+", f"{scope}"))
-        whole = "full_iteration" in words or kind == "full_iteration"
-        known = (
-            "attention and router"
-            if {"attn", "moe_router"} <= words
-            else "router"
-            if "moe_router" in words
-            else "layers"
-        )
-        fields.recipe["graphs"] = "iteration" if whole else known
+        found = "layers" if "moe_router" not in words else "attention and router" if "attn" in words else "router"
+        fields.recipe["graphs"] = "iteration" if "full_iteration" in {*words, kind} else found
 
 
 def written(theirs: ForeignJob, layout: Layout) -> Mapping[str, Any]:
@@ -586,21 +529,21 @@ def written(theirs: ForeignJob, layout: Layout) -> Mapping[str, Any]:
         virtual = {by_layers: None, name: chunks or None}
     mode = layout.recompute if layout.recompute in ("selective", "full") else None
     folds = layout.tp if str(theirs.value(ETP, "")) == "1" else 1
-    both = layout.dp_replicate if layout.dp_replicate > 1 < layout.dp_shard else None
     found = {
         "sequence_parallel": layout.sp or None,
         "recompute_granularity": mode,
         "recompute_method": "uniform" if mode == "full" else None,
         "recompute_num_layers": 1 if mode == "full" else None,
         "use_distributed_optimizer": layout.dp_shard > 1 or None,
-        "num_distributed_optimizer_instances": both,
+        "num_distributed_optimizer_instances": layout.dp_replicate
+        if layout.dp_replicate > 1 < layout.dp_shard
+        else None,
         **virtual,
     }
     if any(theirs.value(name) for name in ("use_torch_fsdp2", "use_megatron_fsdp", "use_custom_fsdp", "fsdp")):
-        found.pop("use_distributed_optimizer")
-    if theirs.value("num_experts") or theirs.value("num_moe_experts"):
-        found["expert_model_parallel_size"] = layout.ep * folds
-    return found
+        del found["use_distributed_optimizer"]
+    experts = theirs.value("num_experts") or theirs.value("num_moe_experts")
+    return found | ({"expert_model_parallel_size": layout.ep * folds} if experts else {})
 
 
 COVERS = frozenset(
@@ -610,16 +553,7 @@ COVERS = frozenset(
     )
 )
 """Fields of a layout that `written` gives."""
-FIXED: dict[str, Any] = {
-    "zero": 1,
-    "hpz": 1,
-    "quantise_weights": "none",
-    "quantise_gradients": "none",
-    "tiles": 1,
-    "loss_chunk": 0,
-    "cp_ulysses": 1,
-    "sync": "bsp",
-    "offload": "none",
-}
+_LESS = ("hpz", "quantise_weights", "quantise_gradients", "tiles", "loss_chunk", "cp_ulysses", "sync", "offload")
+FIXED: dict[str, Any] = {"zero": 1, **{name: getattr(Layout(), name) for name in _LESS}}
 """Fields of a layout that Megatron Core does not choose, with what it does."""
 CHOOSES = PIPELINES | RECOMPUTES

@@ -12,7 +12,7 @@ import yaml
 from phalanx.bounded import read_text
 from phalanx.errors import JobError
 from phalanx.foreign.frame import MOST_BYTES, Fields, Source, Stated, Unresolved, plain_value, yaml_values
-from phalanx.foreign.megatron import SCRIPT, launched
+from phalanx.foreign.megatron import SCRIPT, launched, overlapped
 from phalanx.foreign.megatron_core import core, start_from
 
 _VARIABLE = re.compile(r"\$\{([A-Za-z_]\w*)(?::([^}]*))?\}")
@@ -79,10 +79,7 @@ def _default(stated: Stated) -> Stated:
         if found[2] is None:
             return replace(stated, value=Unresolved(value, f"{found[1]} is not set in the file"))
     text = _VARIABLE.sub(lambda found: found[2], value)
-    try:
-        node = yaml.compose(text, Loader=yaml.SafeLoader)
-    except yaml.YAMLError:
-        node = None
+    node = Source(stated.path or Path(), text).root
     plain = plain_value(node) if isinstance(node, yaml.ScalarNode) else text
     whole = _VARIABLE.fullmatch(value)
     return replace(stated, value=plain, text=whole[2] if whole else stated.text)
@@ -97,9 +94,7 @@ def finish(fields: Fields) -> None:
     if not name:
         fields.set("model.dropout", fields.take("hidden_dropout", float, 0.1), ("hidden_dropout", "attention_dropout"))
     core(fields)
-    fields.framework = "megatron-core"
-    if not fields.take("overlap_grad_reduce", bool, False):
-        fields.recipe["figures"] = {"dp_overlaps": False}
+    overlapped(fields, fields.on("overlap_grad_reduce"))
 
 
 FORMAT = replace(

@@ -3,12 +3,14 @@ FSDP as accelerate names its options, DeepSpeed's files, and degrees of parallel
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from phalanx.bounded import read_text
 from phalanx.config import presets
+from phalanx.config.fields import get
 from phalanx.config.yaml_file import Setting
 from phalanx.errors import JobError
 from phalanx.foreign.frame import MOST_BYTES, Fields, Leftover, Source, Stated, Unresolved, converted, yaml_values
@@ -18,6 +20,10 @@ KEPT = (
     *("data_parallel", "offload_to", "offload_blocks"),
 )
 """Fields of a layout that torch's frameworks do not choose, or that are kept as the file has them."""
+TORCH = frozenset(
+    ("sp", "ep", "reshard", "schedule", "pp_chunks", "pp_cut", "micro_batch", "accumulation", "recompute", "loss_chunk")
+)
+"""Fields of a layout that torchtitan's and AutoModel's rules give."""
 RECOMPUTES = {"recompute": ("none", "selective", "full")}
 WHOLE = {"recompute": ("none", "full")}
 PIPELINES = {"schedule": ("1f1b", "interleaved_1f1b")}
@@ -26,14 +32,9 @@ MOST_STAGES = 10_000
 """Most stages of a cut."""
 AUTO = "auto"
 """A value of DeepSpeed's files that the Hugging Face Trainer fills in."""
-SCHEDULES = {
-    "1F1B": "1f1b",
-    "GPipe": "gpipe",
-    "Interleaved1F1B": "interleaved_1f1b",
-    "LoopedBFS": "looped_bfs",
-    "ZBVZeroBubble": "zb_v",
-    "DualPipeV": "dualpipe_v",
-}
+_THEIRS = ("1F1B", "GPipe", "Interleaved1F1B", "LoopedBFS", "ZBVZeroBubble", "DualPipeV")
+_OURS = ("1f1b", "gpipe", "interleaved_1f1b", "looped_bfs", "zb_v", "dualpipe_v")
+SCHEDULES = dict(zip(_THEIRS, _OURS, strict=True))
 """Schedules of torch.distributed.pipelining, whose names may have any case, and ours."""
 ONE_STAGE = ("1f1b", "gpipe")
 """Those of ours with one stage per rank."""
@@ -75,24 +76,19 @@ def no_model(fields: Fields) -> None:
             fields.leftovers.append(Leftover(path, None, why, affects=True))
 
 
-def whole(fields: Fields, path: str, default: int = 1) -> int:
-    """Returns a whole number that a field of the job was set to, or the default."""
-    return _int(fields.settings[path].text, default) if path in fields.settings else default
-
-
-def _int(text: object, default: int) -> int:
+def number_of(settings: Iterable[Setting], path: str, default: int = 0) -> int:
+    """Returns the whole number that a field of the job has, by itself or by the model's preset, or the default."""
+    found = {each.path: str(each.text) for each in settings}
+    if path.startswith("model.") and (preset := presets.PRESETS.get(found.get("model.preset", ""))):
+        default = get(preset, path.removeprefix("model."))
     try:
-        return converted(str(text), int)
+        return converted(found.get(path, default), int)
     except ValueError:
         return default
 
 
-def layers_of(settings: Iterable[Setting]) -> int:
-    """Returns the layers of the model; 0 if they are not known."""
-    found = {each.path: str(each.text) for each in settings}
-    name = found.get("model.preset", "")
-    known = presets.PRESETS[name].n_layers if name in presets.PRESETS else 0
-    return _int(found.get("model.n_layers"), known)
+def whole(fields: Fields, path: str, default: int = 1) -> int:
+    return number_of(fields.settings.values(), path, default)
 
 
 def schedule_of(fields: Fields, name: str, default: str = "1F1B") -> str:
@@ -124,13 +120,15 @@ def cut_of(layers: int, stages: int, first: int, last: int) -> str:
     return "+".join(map(str, sizes)) if min(sizes) > 0 else ""
 
 
+def fsdp_option(stated: Mapping[str, Stated], prefix: str, name: str) -> str:
+    """Returns the name of an option of FSDP as a file has it, with `fsdp_` before it or without; "" without it."""
+    return next((key for key in (f"{prefix}fsdp_{name}", f"{prefix}{name}") if key in stated), "")
+
+
 def set_fsdp(fields: Fields, prefix: str, version: int) -> None:
     """Sets the layout to FSDP as the options under `prefix` configure it: accelerate's, which Axolotl takes too, with
     `fsdp_` before them or without."""
-
-    def option(name: str) -> str:
-        return next((key for key in (f"{prefix}fsdp_{name}", f"{prefix}{name}") if key in fields.stated), "")
-
+    option = functools.partial(fsdp_option, fields.stated, prefix)
     strategy, reshard = option("sharding_strategy"), option("reshard_after_forward")
     words = {"1": "full_shard", "2": "shard_grad_op", "3": "no_shard", "4": "hybrid_shard", "5": "hybrid_shard_zero2"}
     given = fields.take(strategy, str, "FULL_SHARD") if strategy else "FULL_SHARD"
@@ -152,9 +150,9 @@ def set_fsdp(fields: Fields, prefix: str, version: int) -> None:
         if word.startswith("hybrid") and strategy and "layout.dp_replicate" not in fields.settings:
             why = "replicas of a group that shards inside a node: set dp_replicate and dp_shard"
             fields.unknown.append(Leftover(strategy, given, why, path="layout.dp_replicate"))
-    if (offload := option("offload_params")) and fields.take(offload, bool, False):
+    if (offload := option("offload_params")) and fields.on(offload):
         fields.set("layout.offload", "optimizer+parameters", offload)
-    if (again := option("activation_checkpointing")) and fields.take(again, bool, False):
+    if (again := option("activation_checkpointing")) and fields.on(again):
         fields.set("layout.recompute", "full", again)
     fields.framework = "torchtitan" if version == 2 else "fsdp1"
 
@@ -183,39 +181,21 @@ def deepspeed_values(source: Source) -> list[Stated]:
     return [replace(each, value=None) if each.value == AUTO else each for each in yaml_values(source)]
 
 
-def set_optimizer(fields: Fields, name: str, known: Mapping[str, tuple[str, str]]) -> None:
-    """Sets the optimizer, and the precision of its state, to those of a word in lower case."""
-    word = fields.take(name, str, "").lower()
-    if not word:
-        return
-    if word not in known:
-        fields.unknown_value(name, [*known], "optimizer.name")
-        return
-    ours, state = known[word]
-    fields.set("optimizer.name", ours, name)
-    if state:
-        fields.set("optimizer.state", state, name)
-
-
-_MATRICES = {
-    "q_proj": "wq",
-    "k_proj": "wk",
-    "v_proj": "wv",
-    "o_proj": "wo",
-    "gate_proj": "gate",
-    "up_proj": "up",
-    "down_proj": "down",
-}
-"""Hugging Face's names of matrices, and ours."""
+_NAMES = (
+    "q_proj=wq k_proj=wk v_proj=wv o_proj=wo gate_proj=gate up_proj=up down_proj=down "
+    "linear_qkv=wq+wk+wv linear_proj=wo linear_fc1=gate+up linear_fc2=down linear_q=wq linear_kv=wk+wv"
+)
+_MATRICES = {word.partition("=")[0]: word.partition("=")[2].split("+") for word in _NAMES.split()}
+"""Hugging Face's and Megatron Core's names of matrices, and ours."""
 
 
 def lora_targets(fields: Fields, name: str, targets: object, *, everything: bool) -> None:
-    """Sets the matrices that have adapters to those of a list of Hugging Face's names of modules, or all of them."""
+    """Sets the matrices that have adapters to those of a list of names of modules, or all of them."""
     several = [targets] if isinstance(targets, str) else targets if isinstance(targets, list) else []
     short = [str(each).lstrip("*").rpartition(".")[2] for each in several]
-    ours = list(dict.fromkeys(_MATRICES[each] for each in short if each in _MATRICES))
+    ours = list(dict.fromkeys(each for theirs in short for each in _MATRICES.get(theirs, ())))
     whole = everything or any(str(each) in ("all-linear", "*", "*_proj") for each in several)
-    if whole or len(ours) == len(_MATRICES) or not ours:
+    if whole or len(ours) == 7 or not ours:
         how = "" if whole or ours else "these names are not known one by one"
         fields.set("model.lora.targets", "all", name, how)
     else:

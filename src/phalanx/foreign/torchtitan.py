@@ -20,9 +20,10 @@ from phalanx.foreign.shared import (
     ONE_STAGE,
     PIPELINES,
     RECOMPUTES,
+    TORCH,
     cut_of,
     hub_model,
-    layers_of,
+    number_of,
     schedule_of,
     torch_schedule,
     unknown_model,
@@ -54,7 +55,16 @@ def parse(source: Source) -> list[Stated]:
     except tomllib.TOMLDecodeError as error:
         raise JobError(f"{source.path}: not valid TOML: {error}") from None
     lines = _lines(source)
-    return [Stated(name, value, *lines.get(name, (0, ""))) for name, value in _leaves(content, "")]
+    found = list[Stated]()
+    for old, value in _leaves(content, ""):
+        name = _WARMUP.sub("lr_scheduler.", _DEGREE.sub(_P, old))
+        found.append(Stated(name, value, *lines.get(old, (0, "")), label=old if old != name else ""))
+    return found
+
+
+_DEGREE = re.compile(r"^(?:training|experimental)\.(?=[a-z]+_parallel_|enable_async_tensor_parallel)")
+_WARMUP = re.compile(r"^training\.(?=warmup_steps)")
+"""Sections of names before v0.1.0."""
 
 
 def _leaves(section: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
@@ -96,12 +106,8 @@ def finish(fields: Fields) -> None:
     _batch(fields)
     _pipeline(fields)
     _recompute(fields)
-    compiled = _compiled(fields)
+    fields.framework = _compiled(fields)
     _precision(fields)
-    fields.framework = compiled
-    if "fault_tolerance.enable" in fields.stated and fields.take("fault_tolerance.enable", bool, False):
-        why = "replicas of torchft synchronise in a way of their own; nearest: layout.sync=diloco or local_sgd"
-        fields.leave("fault_tolerance.enable", why, affects=True)
 
 
 def _model(fields: Fields, section: str) -> None:
@@ -128,8 +134,7 @@ def _model(fields: Fields, section: str) -> None:
         for key, value in (_LLAMA | shape).items():
             fields.set(f"model.{key}", value, names)
     if plain != flavor:
-        why = "attention within documents is priced as attention to the whole sequence"
-        fields.leave(names[1], why, affects=True)
+        fields.leave(names[1], "attention within documents is priced as attention to the whole sequence")
 
 
 def _optimizer(fields: Fields) -> None:
@@ -140,16 +145,14 @@ def _optimizer(fields: Fields) -> None:
     _default(fields, "optimizer.lr", 8e-4)
     ratio, kind = f"{_LR}decay_ratio", f"{_LR}decay_type"
     word = fields.take(kind, str, "linear")
-    if ratio in fields.stated and fields.stated[ratio].value is not None:
-        share = fields.take(ratio, float, 0.0)
-        if share == 0:
-            fields.set("optimizer.schedule", "constant", [ratio, kind])
-        else:
-            fields.set("optimizer.schedule", "wsd", [ratio, kind], "" if word == "linear" else f"not its {word} form")
-            fields.set("optimizer.decay_fraction", share, ratio)
-    else:
-        fields.take(ratio, float, 0.0)
+    share = fields.take(ratio, float, 0.0)
+    if ratio not in fields.stated or fields.stated[ratio].value is None:
         fields.set("optimizer.schedule", "cosine" if word == "cosine" else "linear", kind)
+    elif share == 0:
+        fields.set("optimizer.schedule", "constant", [ratio, kind])
+    else:
+        fields.set("optimizer.schedule", "wsd", [ratio, kind], "" if word == "linear" else f"not its {word} form")
+        fields.set("optimizer.decay_fraction", share, ratio)
     _default(fields, "optimizer.warmup_steps", 200)
     _default(fields, "optimizer.min_lr_ratio", 0.0)
     _default(fields, "train.steps", 10_000)
@@ -178,9 +181,8 @@ def _degrees(fields: Fields) -> None:
         within = experts if inner > 1 or tp == 1 or experts % tp else experts // tp
         how = "" if within == experts else f"its {tp} tensor-parallel ranks hold different experts, here parts of one"
         fields.set("layout.ep", within, [ep, etp], how)
-    backend = f"{_P}expert_parallel_comm_backend"
-    if fields.take(backend, str, "standard").lower() in ("deepep", "hybridep"):
-        fields.recipe["dispatcher"] = fields.take(backend, str, "").lower()
+    backend = fields.word(f"{_P}expert_parallel_comm_backend").lower()
+    fields.recipe |= {"dispatcher": backend} if backend in ("deepep", "hybridep") else {}
     policy = f"{_P}fsdp_reshard_after_forward"
     word = fields.take(policy, str, "default")
     pp = whole(fields, "layout.pp")
@@ -206,9 +208,8 @@ def _batch(fields: Fields) -> None:
         count = fields.take(several, int, 1)
         fields.set("model.seq_len", length, context)
         if held % length or (batch > 0 and batch % length):
-            fields.problems.append(
-                f"{fields.origin(tokens)}: {held} tokens are no whole number of sequences of {length}"
-            )
+            text = f"{held} tokens are no whole number of sequences of {length}"
+            fields.problems.append(f"{fields.origin(tokens)}: {text}")
             return
         fields.set("layout.micro_batch", held // length, [tokens, context])
         if batch > 0:
@@ -216,18 +217,16 @@ def _batch(fields: Fields) -> None:
         else:
             fields.set("layout.accumulation", count if pipelined else 1, several)
         return
-    local_name = next(
-        (n for n in (f"{_T}local_batch_size", f"{_T}batch_size") if n in fields.stated), f"{_T}local_batch_size"
-    )
+    local_name = f"{_T}batch_size" if f"{_T}batch_size" in fields.stated else f"{_T}local_batch_size"
     local, batch = fields.take(local_name, int, 8), fields.take(f"{_T}global_batch_size", int, -1)
-    count = fields.take(some, int, 0)
+    degree = fields.stated.get(f"{_P}pipeline_parallel_degree")
+    old = degree is not None and degree.label.startswith("experimental.")  # as many micro-batches as stages
+    count = fields.take(some, int, whole(fields, "layout.pp") if old else 0)
     micro = fields.take(size, int, local // count if count else 1)
     if not pipelined:
         micro = local
     if micro < 1 or local % micro:
-        fields.problems.append(
-            f"{fields.origin(local_name)}: {local} sequences are no multiple of micro-batches of {micro}"
-        )
+        fields.no_multiple(local_name, local, micro)
         return
     fields.set("layout.micro_batch", micro, [local_name, size] if pipelined else local_name)
     if batch > 0:
@@ -248,17 +247,14 @@ def _pipeline(fields: Fields) -> None:
         fields.take(name, str, "")
         return
     word = schedule_of(fields, name)
-    layers = layers_of(fields.settings.values())
+    layers = whole(fields, "model.n_layers", 0)
     chunks = 1 if word in (*ONE_STAGE, "") else 2
     if each and layers:
         chunks = max(1, -(-(layers + first + last) // each) // pp)
     if chunks > 1:
         fields.set("layout.pp_chunks", chunks, [per, name])
-    if (
-        layers
-        and word in (*ONE_STAGE, "interleaved_1f1b", "looped_bfs")
-        and (cut := cut_of(layers, pp * chunks, first, last))
-    ):
+    cut = cut_of(layers, pp * chunks, first, last) if layers else ""
+    if cut and word in (*ONE_STAGE, "interleaved_1f1b", "looped_bfs"):
         fields.set("layout.pp_cut", cut, ends)
 
 
@@ -277,7 +273,7 @@ def _recompute(fields: Fields) -> None:
     for name in (*mms, f"{_AC}preserve_rng_state", "activation_checkpoint"):
         fields.take(name, object, None)
     names = [mode, option] if not saved else [mms[0], "activation_checkpoint"]
-    layers = layers_of(fields.settings.values())
+    layers = whole(fields, "model.n_layers", 0)
     if word == "memory_budget":
         fields.set("layout.recompute", share, [mode, budget])
     elif word in ("none", "full"):
@@ -302,30 +298,26 @@ def _compiled(fields: Fields) -> str:
     on = fields.take(enable, bool, False)
     parts = fields.take("compile.components", list, ["model", "loss"])
     names = [f"{_P}enable_async_tensor_parallel", "compile.enable_async_tensor_parallel"]
-    hidden = [fields.take(name, bool, False) for name in names]
+    hidden = fields.on(*names)
     fields.set("train.compile", on and "model" in parts, [enable, "compile.components"])
-    for name in names:
-        if on and any(hidden):
-            fields.leave(name, "it is in how torchtitan is predicted", affects=False)
-        elif any(hidden):
-            fields.leave(name, "it has no effect without compile.enable", affects=False)
-        else:
-            fields.leave(name, "it is off", affects=False)
+    why = "it is in how torchtitan is predicted" if on else "it has no effect without compile.enable"
+    fields.leave(names, why if hidden else "it is off", affects=False)
     if not on or "model" not in parts:
         return "torchtitan"
-    return "torchtitan-async" if any(hidden) else "torchtitan-2025" if "loss" in parts else "torchtitan-compile"
+    return "torchtitan-async" if hidden else "torchtitan-2025" if "loss" in parts else "torchtitan-compile"
 
 
 def _precision(fields: Fields) -> None:
     dtype, mixed = f"{_T}dtype", f"{_T}mixed_precision_param"
     stored, computed = fields.take(dtype, str, "float32"), fields.take(mixed, str, "bfloat16")
     converters = fields.take("model.converters", list, [])
-    eight = [each for each in converters if str(each) in ("float8", "quantize.linear.float8")]
-    scaled = [each for each in converters if str(each) in ("mx", "quantize.linear.mx")]
-    old = fields.take("float8.enable_float8_linear", bool, False)
+    eight, scaled = (
+        [each for each in converters if str(each) in (kind, f"quantize.linear.{kind}")] for kind in ("float8", "mx")
+    )
+    old = fields.on("float8.enable_float8_linear")
     recipe = next((f"{p}recipe_name" for p in _QUANTIZE if f"{p}recipe_name" in fields.stated), "")
     gathers = [f"{p}enable_fsdp_float8_all_gather" for p in _QUANTIZE]
-    gathered = [name for name in gathers if fields.take(name, bool, False)]
+    gathered = [*filter(fields.on, gathers)]
     word = fields.take(recipe, str, "tensorwise") if recipe else "tensorwise"
     known = ("model.converters", "float8.enable_float8_linear")
     if eight or scaled or old:
@@ -333,16 +325,13 @@ def _precision(fields: Fields) -> None:
         fields.set("train.fp8_scaling", "mxfp8" if scaled else word.partition("_")[0], [recipe] if recipe else known)
         if gathered:
             fields.set("layout.quantise_weights", "fp8", gathered)
-        rest = [str(each) for each in converters if each not in (*eight, *scaled)]
-        if rest:
-            fields.leave("model.converters", f"not followed: {', '.join(rest)}", affects=True)
+        if rest := [str(each) for each in converters if each not in (*eight, *scaled)]:
+            fields.leave("model.converters", f"not followed: {', '.join(rest)}")
     else:
         fields.set("train.precision", "bf16" if "bfloat16" in (stored, computed) else "fp32", [dtype, mixed])
         if converters:
-            fields.leave("model.converters", "no counterpart of these converters", affects=True)
-        for name in (*gathers, recipe):
-            if name:
-                fields.leave(name, "it has no effect without float8 in model.converters", affects=False)
+            fields.leave("model.converters", "no counterpart of these converters")
+        fields.leave((*gathers, recipe), "it has no effect without float8 in model.converters", affects=False)
     if stored == "bfloat16":
         fields.recipe |= {"parameter_bytes": 2, "state_bytes": 4, "gradient_bytes": 2}
     if "loss.num_chunks" in fields.stated:
@@ -365,7 +354,7 @@ def written(theirs: ForeignJob, layout: Layout) -> dict[str, Any]:
     found[f"{_P}fsdp_reshard_after_forward"] = "always" if layout.reshard else "never"
     if layout.pp > 1:
         found[f"{_P}pipeline_parallel_schedule"] = torch_schedule(layout.schedule)
-        layers, stages = layers_of(theirs.settings), layout.pp * max(1, layout.pp_chunks)
+        layers, stages = number_of(theirs.settings, "model.n_layers"), layout.pp * max(1, layout.pp_chunks)
         if layout.pp_chunks > 2 and layers:
             found[f"{_P}pipeline_parallel_layers_per_stage"] = -(-(layers + 2) // stages)
     if saved:
@@ -401,12 +390,7 @@ FORMAT = ForeignFormat(
     parse=parse,
     finish=finish,
     written=written,
-    covers=frozenset(
-        (
-            *("tp", "sp", "ep", "reshard", "schedule", "pp_chunks", "pp_cut", "micro_batch", "accumulation"),
-            *("recompute", "recompute_cut", "loss_chunk"),
-        )
-    ),
+    covers=TORCH | {"tp", "recompute_cut"},
     new_line=_new_line,
     spelled=json.dumps,
     fixed={"zero": 3, "pp_cut": "", "sp_regather": False},

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import wraps
 from typing import Any, Self, TypeVar, cast
@@ -59,7 +59,10 @@ class Decoder:
     device: torch.device
     vocab: int
     """Tokens of the vocabulary."""
-    stage: Stage
+    stages: Mapping[int, Stage]
+    """This rank's, by number."""
+    placement: Sequence[int] = (0,)
+    """The rank of every stage."""
     pp: Axis = field(default_factory=lambda: Axis("pp"))
     """The ranks that hold the layers."""
     tp: Axis = field(default_factory=lambda: Axis("tp"))
@@ -67,12 +70,14 @@ class Decoder:
     batches: dict[str, Cache] = field(default_factory=dict)
     leads: bool = False
     """Whether other ranks wait for each call (see `follow`)."""
+    alike: bool = False
+    """Whether all ranks make the same calls by themselves, and get the same logits, to the bit."""
 
     @classmethod
     def whole(cls, model: Transformer) -> Self:
         """Returns the decoder of a model that this process holds entirely."""
         weight = model.embed.weight
-        return cls(model, weight.device, model.embed.num_embeddings, Stage(tuple(model.blocks), True, True))
+        return cls(model, weight.device, model.embed.num_embeddings, {0: Stage(tuple(model.blocks), True, True)})
 
     @property
     def config(self) -> ModelConfig:
@@ -128,18 +133,25 @@ class Decoder:
         texts, seq = tokens.shape
         positions = torch.arange(seq, device=device) if cache is None else cache.positions(seq, device)
         documents = None if cache is None else cache.documents(seq, device)
-        if self.stage.first:
-            x = model.embed_tokens(tokens, positions, None)
-        else:
-            x = torch.empty(texts, seq, self.config.d_model, dtype=self._dtype, device=device)
-            self.pp.receive(x, self.pp.rank - 1)
-        x = model.through(self.stage.layers, x, positions, None, cache, documents)
+        x = NO_LOGITS
+        for number, rank in enumerate(self.placement):
+            if rank != self.pp.rank:
+                continue
+            stage = self.stages[number]
+            if stage.first:
+                x = model.embed_tokens(tokens, positions, None)
+            elif (before := self.placement[number - 1]) != rank:
+                x = torch.empty(texts, seq, self.config.d_model, dtype=self._dtype, device=device)
+                self.pp.receive(x, before)
+            x = model.through(stage.layers, x, positions, None, cache, documents)
+            if not stage.last and (after := self.placement[number + 1]) != rank:
+                self.pp.send(x.contiguous(), after)
         if cache is not None:
             cache.length += seq
-        if not self.stage.last:
-            self.pp.send(x.contiguous(), self.pp.rank + 1)
+        if self.placement[-1] != self.pp.rank:
             return self._from_last(texts, last)
-        return self._to_first(self._logits(x[:, -last:]))
+        logits = self._logits(x[:, -last:])
+        return self._to_all(logits) if self.alike else self._to_first(logits)
 
     def _logits(self, x: Tensor) -> Tensor:
         """Returns logits over the whole vocabulary from the last block's output (texts, tokens, d_model)."""
@@ -149,6 +161,12 @@ class Decoder:
         parts = part.new_empty(self.tp.size, *part.shape)
         self.tp.all_gather(parts.view(-1), part.contiguous().view(-1)).wait()
         return parts.permute(1, 2, 0, 3).flatten(2)[..., : self.vocab]  # beyond it is padding
+
+    def _to_all(self, logits: Tensor) -> Tensor:
+        """Gives the last stage's logits to every rank."""
+        logits = logits.contiguous()
+        self.pp.broadcast(logits, self.placement[-1]).wait()
+        return logits
 
     def _to_first(self, logits: Tensor) -> Tensor:
         """Sends the last stage's logits to the first rank, which chooses."""
@@ -160,11 +178,13 @@ class Decoder:
         return logits
 
     def _from_last(self, texts: int, last: int) -> Tensor:
-        """Receives the last stage's logits on the first rank."""
-        if not self.stage.first or self.tp.rank:
+        """Receives the last stage's logits on the first rank, or on all."""
+        if not self.alike and (self.pp.rank != self.placement[0] or self.tp.rank):
             return NO_LOGITS
         logits = torch.empty(texts, last, self.vocab, dtype=self._dtype, device=self.device)
-        self.pp.receive(logits, self.pp.size - 1)
+        if self.alike:
+            return self._to_all(logits)
+        self.pp.receive(logits, self.placement[-1])
         return logits
 
     @property

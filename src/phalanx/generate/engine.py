@@ -71,6 +71,10 @@ class GenerationRequest:
         """Ends the text before the engine's next step."""
         self._cancelled = True
 
+    def choose(self, logits: Tensor) -> None:
+        """Takes the next token, from `logits` (vocab,)."""
+        self.take(next_token(logits, self.sampling, self.generator))
+
     def take(self, token: int) -> None:
         """Appends the next token, and ends the text if it was the last."""
         if token in self.ends:
@@ -364,7 +368,7 @@ class Engine:
             # It lacks the last two tokens at the start of each round: see _grow_assisted.
             self.assistant.prefill(ASSISTED, prompt, len(texts), last=False)
         for text in texts:
-            text.take(next_token(logits, text.sampling, text.generator))
+            text.choose(logits)
         self._texts[place] += texts
         self._settle(place)
 
@@ -383,7 +387,7 @@ class Engine:
     def _grow(self, place: str, logits: Tensor) -> None:
         """Appends a token to each text of a place, from logits (texts, vocab)."""
         for text, row in zip(self._texts[place], logits, strict=True):
-            text.take(next_token(row, text.sampling, text.generator))
+            text.choose(row)
         self.stats.new_tokens += len(logits)
         self._settle(place)
 

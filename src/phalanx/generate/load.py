@@ -114,6 +114,8 @@ def find_on_ranks(path: Path, step: int = 0) -> Manifest:
 def empty_model(manifest: Manifest) -> Transformer:
     """Returns the model of a checkpoint on the meta device, where it takes no memory until it is filled."""
     job = job_of(manifest)
+    if job.model.reward:
+        raise JobError(f"{manifest.path} is a reward model, which has no logits: it scores texts and writes none")
     with torch.device("meta"):
         return Transformer(job.model.main, vocabulary_of(manifest)).to(DTYPES[job.train.precision])
 

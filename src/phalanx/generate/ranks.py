@@ -82,8 +82,7 @@ def load_part(run: Path, step: int, device: torch.device, tp: int, pp: int) -> D
         tensor.cut_parameters(model, slices)
         tensor.connect(model, tensor.TensorParallel(slices))
     fill(model, manifest, device, tp, slices.rank)
-    [stage] = stages.local_stages.values()
-    return Decoder(model, device, vocab, stage, pipeline, slices)
+    return Decoder(model, device, vocab, stages.local_stages, range(pp), pipeline, slices)
 
 
 def require_cut(manifest: Manifest, tp: int, pp: int) -> None:

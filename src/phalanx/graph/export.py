@@ -6,11 +6,8 @@ operator that is not known here gets its inputs whole, and is named in the graph
 
 from __future__ import annotations
 
-import importlib
-import os
 import re
 import string
-import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -23,7 +20,7 @@ from torch.fx import Node
 
 from phalanx.errors import JobError
 from phalanx.graph.operators import GraphOperator, OperatorGraph, Term, source
-from phalanx.registry import package_code
+from phalanx.registry import function_of, package_code
 
 Example = tuple[nn.Module, tuple[Any, ...]]
 
@@ -74,18 +71,10 @@ class ExportedModule:
 
 
 def module_of(place: str) -> Example:
-    """Returns the module and the example inputs of a function that the user names, as `package.module:function`, from
-    the current folder or an installed package: its code runs, as any code that one imports. Raises JobError."""
-    name, _, function = place.partition(":")
-    if (here := os.getcwd()) not in sys.path:
-        sys.path.insert(0, here)
+    """Returns the module and the example inputs of a function that the user names (`function_of`). Raises JobError."""
+    make = function_of(place, "--graph")
     with package_code(f"--graph {place}", passing=(JobError,), raising=JobError):
-        found: Any = importlib.import_module(name)
-        for part in function.split("."):
-            found = getattr(found, part)
-        if not callable(found):
-            raise JobError(f"--graph {place} is no function")
-        made = found()
+        made = make()
     if (
         not isinstance(made, tuple)
         or len(made) != 2

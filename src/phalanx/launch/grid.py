@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from phalanx.config.cluster import DEVICE_WORDS, no_device
 from phalanx.errors import JobError
 from phalanx.launch.ranks import slurm_tasks
 from phalanx.nearest import divisors, nearest_of
@@ -30,7 +31,9 @@ class Machine:
 
 def has_driver() -> bool:
     """Returns whether a driver of accelerators is loaded, so that it is worth importing torch to count them."""
-    return any(os.path.exists(path) for path in ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg"))
+    modules = ("i915", "xe")  # Intel's
+    paths = "/dev/nvidiactl", "/dev/kfd", "/dev/dxg", *(f"/sys/bus/pci/drivers/{module}" for module in modules)
+    return any(os.path.exists(path) for path in paths)
 
 
 def this_machine(devices: int) -> Machine:
@@ -61,11 +64,11 @@ def tasks_per_node(env: Mapping[str, str]) -> int:
 
 
 def problems(ranks: int, device: str, machine: Machine, *, oversubscribe: bool, precision: str = "") -> Iterator[str]:
-    """Yields why `ranks` processes cannot run here. `device` is the job's: auto, cpu or cuda; `precision` is
+    """Yields why `ranks` processes cannot run here. `device` is the job's; `precision` is
     that of training. `oversubscribe` allows more than cores and memory bear; an accelerator has one rank all the same.
     """
-    if device == "cuda" and not machine.devices:
-        yield "cluster.device is cuda, but this machine has 0 CUDA devices; use cluster.device=cpu"
+    if device in DEVICE_WORDS and not machine.devices:
+        yield no_device(device)
         return
     if device != "cpu" and machine.devices:
         if ranks > machine.devices:

@@ -49,7 +49,7 @@ class Pool:
 
     def __init__(self, max_ranks: int, preload: Sequence[str] = (), device_type: str = "cpu"):
         self.max_ranks, self.device_type = max_ranks, device_type
-        if device_type == "cuda":
+        if device_type != "cpu":
             # A fork of a process that has called CUDA cannot use it, so torch must count GPUs through NVML.
             os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
             # A group with a backend per device type has no default one, and torch warns of that at every group.

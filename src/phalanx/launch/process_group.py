@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store  # torch.distributed.*, to the type stubs
 
+from phalanx.config.cluster import DEVICE_TYPES
 from phalanx.errors import RunError, StoppedError
 from phalanx.launch.meeting import Meeting, failed, missing
 from phalanx.launch.ranks import LOOPBACK, Ranks
@@ -45,8 +46,8 @@ def init(ranks: Ranks, *, device: torch.device, timeout_s: float, store: Store |
     sockets stay on loopback. This and every later collective may wait `timeout_s` for a peer. `store` is that of ranks
     that have met; None if they still have to. Raises RunError if there is no rendezvous, a peer does not join in time,
     or two have the same rank."""
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
+    if device.type != "cpu":
+        torch.accelerator.set_device_index(device)
     backend = backend_of(ranks, device)
     if store is None:
         meeting = Meeting(ranks)
@@ -76,12 +77,13 @@ def init(ranks: Ranks, *, device: torch.device, timeout_s: float, store: Store |
 
 
 def backend_of(ranks: Ranks, device: torch.device) -> str:
-    """Returns the backend: gloo for CPU tensors; for GPU tensors NCCL, or gloo where ranks of a node share a GPU."""
+    """Returns the backend: gloo for CPU tensors; for GPU tensors torch's own (NCCL, RCCL under that name, or xccl), or
+    gloo where ranks of a node share a GPU."""
     if device.type == "cpu":
         return "gloo"
-    shared = (ranks.local_world or 1) > torch.cuda.device_count()
+    shared = (ranks.local_world or 1) > torch.accelerator.device_count()
     # Not just "gloo": beside a default group of that name torch 2.11's DeviceMesh creates NCCL groups.
-    return "cpu:gloo,cuda:gloo" if shared else "cpu:gloo,cuda:nccl"
+    return f"cpu:gloo,{device.type}:{'gloo' if shared else dist.get_default_backend_for_device(device)}"
 
 
 def device_of(ranks: Ranks, device_type: str) -> torch.device:
@@ -89,7 +91,7 @@ def device_of(ranks: Ranks, device_type: str) -> torch.device:
     if device_type == "cpu":
         return torch.device("cpu")
     assert ranks.local_rank is not None, "the ranks have met"
-    return torch.device("cuda", ranks.local_rank % torch.cuda.device_count())
+    return torch.device(DEVICE_TYPES[device_type], ranks.local_rank % torch.accelerator.device_count())
 
 
 def new_group(ranks: Sequence[int], backend: str | None = None, timeout: timedelta | None = None) -> dist.ProcessGroup:

@@ -240,7 +240,7 @@ ELEMENTS = {True: 2**20, False: 2**23}
 
 def host_calls(device: torch.device, *, quick: bool) -> tuple[Call, Call]:
     """Returns a copy of fp32 parameters from the device to host memory, and AdamW's update of as many on the host."""
-    elements, pinned = ELEMENTS[quick], device.type == "cuda"
+    elements, pinned = ELEMENTS[quick], device.type != "cpu"
     there, here = torch.ones(elements, device=device), torch.empty(elements, pin_memory=pinned)
     parameter = torch.zeros(elements).requires_grad_()
     parameter.grad = torch.ones(elements)
@@ -417,9 +417,10 @@ def measure(
 
 def look_up(device: torch.device, processes: int) -> Accelerator:
     """Looks up name, memory and cores of the device that each of `processes` has."""
-    if device.type == "cuda":
-        facts = torch.cuda.get_device_properties(device)
-        name, cores, memory = facts.name, facts.multi_processor_count, facts.total_memory
+    if device.type != "cpu":
+        facts = torch.get_device_module(device).get_device_properties(device)
+        name, memory = facts.name, facts.total_memory
+        cores = facts.gpu_subslice_count if device.type == "xpu" else facts.multi_processor_count
     else:
         # One core: CPU libraries tile a product so that no wave of tiles is left half empty.
         name, cores, memory = processor(), 1, memory_bytes(CheckedMachine())[0] // processes
@@ -715,7 +716,7 @@ def comm_report(
     options = {"--collectives": list(collectives), "--quick": quick}
     with _measuring(ranks, device, threads, options, store) as progress:
         fits = comm.measure(ranks, device, collectives, quick, progress)
-    backend = "nccl" if device.type == "cuda" else "gloo"
+    backend = dist.get_default_backend_for_device(device)
     name, setting = look_up(device, per_node).name, f"collectives of {backend}, {_processes(ranks, threads)}"
     return of_comm(fits, per_node, device.type, name, setting)
 

@@ -128,8 +128,8 @@ class Clock:
 
 def synchronize(device: torch.device) -> None:
     """Waits until the device has done what was started on it."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
 
 
 def _kept(rounds: Sequence[list[list[float]]]) -> Timings:

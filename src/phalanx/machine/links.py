@@ -41,7 +41,7 @@ MOST_ROUNDS = 64
 """Rounds that are measured, so that the time does not grow with the world: others are left out."""
 PROBE_BYTES = 2**18
 """Bytes of the messages that tell how large those may be that bandwidth is measured with."""
-LARGE_BYTES = {"cpu": 2**22, "cuda": 2**26}
+LARGE_BYTES = {"cpu": 2**22, "cuda": 2**26, "xpu": 2**26}
 """Most bytes of these, by kind of device."""
 LARGE_S = {True: 0.02, False: 0.03}
 """Seconds that one of them should take at most, by --quick."""

@@ -231,7 +231,7 @@ def advice(report: DistReport) -> list[str]:
         f"{axis.axis}: {axis.gbs:.3g} GB/s between hosts is that of Ethernet: check NCCL_SOCKET_IFNAME, and look for "
         "NET/IB in the output under NCCL_DEBUG=INFO"
         for axis in report.axes
-        if report.device == "cuda" and axis.place != "one host" and axis.gbs < ETHERNET_GBS
+        if report.device != "cpu" and axis.place != "one host" and axis.gbs < ETHERNET_GBS
     ]
 
 

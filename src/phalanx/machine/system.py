@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import phalanx
+from phalanx.config.cluster import DEVICE_TYPES, DEVICE_WORDS, no_device
 from phalanx.errors import ExtensionError
 from phalanx.machine.checks import CheckedMachine, CheckResult, Problems, check, error, ok, warn
 from phalanx.registry import installed, load_installed
@@ -210,16 +211,18 @@ def torch(machine: CheckedMachine) -> Problems:
     if problem := facts.get("problem"):
         yield error(problem, f"pip install --force-reinstall '{required}', or load the modules it was built with")
         return
-    build = f"CUDA {facts['cuda']}" if facts["cuda"] else f"ROCm {facts['hip']}" if facts["hip"] else "CPU build"
-    backends = [name for name in ("gloo", "nccl") if facts[name]]
+    builds = ("CUDA", facts["cuda"]), ("ROCm", facts["hip"]), ("XPU", facts["xpu"])
+    build = next((f"{name} {version}" for name, version in builds if version), "CPU build")
+    backends = [name for name in ("gloo", "nccl", "xccl") if facts[name]]
     text = f"torch {facts['version']} ({build}), {' and '.join(backends) or 'no backend'}"
     if bound := out_of_range(facts["version"], required):
         finding = error if bound.startswith(">=") else warn
         yield finding(f"{text}; Phalanx is tested with {required}", f"pip install '{required}'")
     elif not facts["gloo"]:
         yield error(f"{text}; every run needs gloo", "install torch from pytorch.org, or build it with USE_GLOO=1")
-    elif facts["devices"] and not facts["nccl"]:
-        yield warn(f"{text}; GPUs communicate through gloo, which is slow", "install a torch that is built with NCCL")
+    elif facts["devices"] and backends == ["gloo"]:
+        remedy = "install a torch that is built with NCCL, RCCL (which it calls nccl) or xccl"
+        yield warn(f"{text}; GPUs communicate through gloo, which is slow", remedy)
     return text
 
 
@@ -327,14 +330,16 @@ def gpus(machine: CheckedMachine) -> Problems:
 def _without_driver_tool(machine: CheckedMachine, nodes: list[str]) -> Iterator[CheckResult]:
     if nodes:
         yield warn(f"{counted(len(nodes), 'GPU')} (/dev/{nodes[0]}), but no nvidia-smi in PATH", "add it to PATH")
-    facts = machine.torch.facts() if nodes or machine.job.cluster.device == "cuda" else {}
+    wanted = machine.job.cluster.device
+    others = "kfd" in machine.list("/dev") or bool({"i915", "xe"}.intersection(machine.list("/sys/bus/pci/drivers")))
+    facts = machine.torch.facts() if nodes or others or wanted in DEVICE_WORDS else {}
     seen = facts.get("devices", [])
-    if machine.job.cluster.device == "cuda" and not seen:
-        yield error("cluster.device is cuda, and this machine has no GPU", "use cluster.device=cpu, or another machine")
+    if wanted in DEVICE_WORDS and not (seen and facts["kind"] == DEVICE_TYPES[wanted]):
+        yield error(no_device(wanted).partition("; ")[0], "use cluster.device=cpu, or another machine")
     elif seen:
         yield ok(f"torch sees {len(seen)} × {seen[0]}")
     elif not nodes:
-        yield ok("no NVIDIA driver: ranks compute on the CPU")
+        yield ok("no GPU that torch can use: ranks compute on the CPU")
 
 
 def _faults(found: list[DriverGpu]) -> Iterator[CheckResult]:

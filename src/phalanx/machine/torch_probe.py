@@ -18,21 +18,26 @@ def main(threads: int, local_ranks: int) -> dict[str, Any]:
     except Exception as error:  # a broken installation raises anything: OSError for a library, AttributeError, ...
         return {"problem": f"torch cannot be imported: {type(error).__name__}: {str(error).splitlines()[0]}"}
     from phalanx.train.agreement import program_facts
-    from phalanx.train.device import threads_for
+    from phalanx.train.device import memory_limit, reported, threads_for
 
     torch.set_num_threads(threads_for(threads, local_ranks))
-    available = torch.cuda.is_available()
-    count = torch.cuda.device_count() if available else 0
+    from phalanx.launch.accelerators import accelerators
+
+    kind, count = accelerators("auto")
+    here = [torch.device(kind, number) for number in range(count)]
     return {
         "version": torch.__version__,
         "cuda": torch.version.cuda,
         "hip": torch.version.hip,
+        "xpu": torch.version.xpu,
         "gloo": dist.is_available() and dist.is_gloo_available(),
         "nccl": dist.is_available() and dist.is_nccl_available(),
-        "available": available,
-        "devices": [torch.cuda.get_device_name(number) for number in range(count)],
-        "memory": [torch.cuda.get_device_properties(number).total_memory for number in range(count)],
-        "facts": program_facts(torch.device("cuda", 0) if count else torch.device("cpu")),
+        "xccl": dist.is_available() and dist.is_xccl_available(),
+        "available": bool(count),
+        "kind": kind,
+        "devices": [reported(device)[0] for device in here],
+        "memory": [memory_limit(device, 1) for device in here],
+        "facts": program_facts(here[0] if here else torch.device("cpu")),
     }
 
 

@@ -34,7 +34,7 @@ PROBE_S = 0.005
 """Seconds that the probe's matrix products should take on one rank."""
 PROBE_REPEATS = {True: 8, False: 16}
 """Rounds of the probe in a window, by --quick."""
-SIDE = {"cpu": 192, "cuda": 2048}
+SIDE = {"cpu": 192, "cuda": 2048, "xpu": 2048}
 """Side of the square matrices, by kind of device."""
 MOST_PRODUCTS = 1000
 
@@ -347,7 +347,7 @@ class _Steps:
                 self.found.trace = str(path)
             except (OSError, RunError) as error:
                 self.found.notes.append(f"rank {rank} could not write its profile: {error}")
-        total = "self_device_time_total" if self.device.type == "cuda" else "self_cpu_time_total"
+        total = "self_device_time_total" if self.device.type != "cpu" else "self_cpu_time_total"
         events = [(getattr(event, total), event) for event in profiler.key_averages()]
         largest = sorted(events, key=lambda pair: -pair[0])[:MOST_KERNELS]
         self.found.kernels = [(event.key, event.count / PROFILED, us / PROFILED / 1e6) for us, event in largest if us]

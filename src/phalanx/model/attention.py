@@ -31,7 +31,7 @@ from phalanx.model.attention_blocks import (
     is_cudnn,
     is_flash,
 )
-from phalanx.model.documents import Documents
+from phalanx.model.documents import Documents, in_chunks
 from phalanx.model.layers import Linear, Project, Run, RunCheap, make_norm, project, rotate, run, uncompiled
 from phalanx.model.seeding import Noise
 from phalanx.partition.tensor_slices import window_blocks
@@ -202,8 +202,12 @@ class Attention(nn.Module):
         self.wk = Linear(model.d_model, keys, bias=qkv_bias)
         self.wv = Linear(model.d_model, keys, bias=qkv_bias)
         self.wg = Linear(model.d_model, queries, bias=qkv_bias) if self.gated else None
-        self.qk_norm = model.qk_norm
-        if self.qk_norm != "none":
+        self.qk_norm = model.qk_norm if model.norms_heads(layer) else "none"
+        if self.qk_norm == "unit":
+            self.q_norm, self.k_norm = (
+                nn.RMSNorm(model.head_size, eps=model.norm_eps, elementwise_affine=False) for _ in "qk"
+            )
+        elif self.qk_norm != "none":
             whole = self.qk_norm == "width"
             self.q_norm = make_norm(model, queries if whole else model.head_size)
             self.k_norm = make_norm(model, keys if whole else model.head_size)
@@ -240,7 +244,7 @@ class Attention(nn.Module):
         if self.qk_norm == "width":
             q, k = self.norm_all_heads(self.q_norm, self.k_norm, q, k)
         q, k, v = (heads.unflatten(-1, (-1, self.head_size)) for heads in (q, k, v))
-        if self.qk_norm == "head":
+        if self.qk_norm in ("head", "unit"):
             q, k = self.run_cheap(self.place, q, k, rotary)
         else:  # without a norm their results take as much memory as what they read
             q, k = self.place(q, k, rotary)
@@ -254,7 +258,10 @@ class Attention(nn.Module):
         """Returns queries and keys, (batch, seq, heads, head_size) each, with their norm and rotated."""
         if self.qk_norm == "head":
             q, k = norm_pair(self.q_norm, self.k_norm, q, k)
-        return (q, k) if rotary is None else (rotate(q, rotary), rotate(k, rotary))
+        if rotary is None or len(rotary) == 1:  # queries grow, and nothing turns
+            return q if rotary is None else (q * rotary[0]).to(q.dtype), k
+        q, k = rotate(q, rotary[:2]), rotate(k, rotary[-2:])
+        return norm_pair(self.q_norm, self.k_norm, q, k) if self.qk_norm == "unit" else (q, k)
 
 
 def _gated(attended: Tensor, gate: Tensor) -> Tensor:
@@ -278,6 +285,8 @@ class CoreAttention(nn.Module):
         self.n_heads = model.n_heads
         self.dropout = model.dropout
         self.window, self.seq_len = model.window_of(layer), model.seq_len
+        self.chunks = self.window if model.window_kind == "chunks" else 0
+        """Tokens of a chunk, outside of which a query sees nothing; 0: there are none."""
         self.scoring = Scoring(model.attention_scale, model.attention_softcap)
         self.site = f"blocks.{layer}.attn.probabilities"
 
@@ -309,7 +318,16 @@ class CoreAttention(nn.Module):
         those of its own document. `sinks` (heads,) are scores that join each head's softmax and belong to no key (Xiao
         et al. 2023, section 3.3; gpt-oss)."""
         seq, keys = q.shape[2], k.shape[2]
-        if noise is not None and self.dropout > 0:
+        drops = noise is not None and self.dropout > 0
+        if self.chunks and keys > self.chunks:
+            if documents is None and seq == keys and not drops:
+                return self._each_chunk(q, k, v, sinks)
+            if documents is None and seq == 1:
+                k, v = (x[:, :, (keys - 1) // self.chunks * self.chunks :] for x in (k, v))
+                keys = k.shape[2]
+            else:
+                documents = in_chunks(documents, self.chunks, k)
+        if noise is not None and drops:
             return self._with_dropout(q, k, v, noise, documents, sinks)
         window = window_within(self.window, keys)
         if window and seq == 1 and documents is None:
@@ -327,6 +345,14 @@ class CoreAttention(nn.Module):
             return F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, enable_gqa=grouped, scale=scale)
         # Given a mask, torch's function would keep it for the backward pass: in every layer one of its own.
         return blocked_attention(q, k, v, Reach(window, documents, self.scoring), sinks)
+
+    def _each_chunk(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
+        """Computes the same as if chunks were sequences. What fills the last one up lies behind all queries."""
+        seq, size = q.shape[2], self.chunks
+        chunks = [F.pad(x, (0, 0, 0, -seq % size)).unflatten(2, (-1, size)) for x in (q, k, v)]
+        q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in chunks)
+        o = CoreAttention.attend(self, q, k, v, None, None, sinks)  # no context ranks exchange anything here
+        return o.unflatten(0, (-1, chunks[0].shape[2])).transpose(1, 2).flatten(2, 3)[:, :, :seq]
 
     def _with_dropout(
         self, q: Tensor, k: Tensor, v: Tensor, noise: Noise, documents: Documents | None, sinks: Tensor | None

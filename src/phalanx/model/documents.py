@@ -32,6 +32,8 @@ class Documents:
     def __init__(self, numbers: Tensor):
         self.numbers = numbers
         """The document number of each token, (batch, seq), int64: others in the documents before and after it."""
+        self.by_chunk: dict[int, Documents] = {}
+        """The chunks of the documents as documents, by their tokens."""
 
     @cached_property
     def packed(self) -> tuple[PackedDocuments, ...]:
@@ -59,6 +61,21 @@ class Documents:
     def part(self, samples: slice) -> Documents:
         """Returns those of some of the sequences."""
         return Documents(self.numbers[samples])
+
+
+@uncompiled
+def in_chunks(documents: Documents | None, size: int, keys: Tensor) -> Documents:
+    """Returns chunks of `size` tokens as documents, counted from the start of each of `documents`, which are of at
+    least the `keys` (batch, heads, tokens, head_size), by default of the sequences."""
+    if documents is None:
+        places = torch.arange(keys.shape[2], device=keys.device)
+        return Documents((places // size).expand(keys.shape[0], -1))
+    if size not in documents.by_chunk:
+        begins = F.pad(documents.numbers.diff(dim=1) != 0, (1, 0), value=True)
+        places = torch.arange(begins.shape[1], device=begins.device).expand_as(begins)
+        within = places - places.where(begins, 0).cummax(1).values
+        documents.by_chunk[size] = Documents((begins | (within % size == 0)).long().cumsum(1))
+    return documents.by_chunk[size]
 
 
 class Conversations:

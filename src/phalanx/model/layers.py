@@ -1,8 +1,8 @@
 """The layers of a block: linear layers whose product a layout may replace, norms, the MLP, and rotary positions.
 
-Rotary embedding (Su et al. 2021) has linear, Llama 3.1 and YaRN frequency scaling. Pairs of elements half a head apart
-are rotated together, the convention of Hugging Face's Llama; Meta's own checkpoints pair neighbours and need their
-query and key rows permuted.
+Rotary embedding (Su et al. 2021) has linear, Llama 3.1, YaRN and LongRoPE frequency scaling. Pairs of elements half a
+head apart are rotated together, the convention of Hugging Face's Llama; Meta's own checkpoints pair neighbours and need
+their query and key rows permuted.
 """
 
 from __future__ import annotations
@@ -29,6 +29,9 @@ def rotary_frequencies(model: ModelConfig, device: torch.device, *, windowed: bo
     scaling = model.rope_scaling
     if scaling.factor == 1:
         return frequencies
+    if scaling.kind == "longrope":
+        divisors = scaling.long if model.seq_len > scaling.original_seq_len else scaling.short
+        return frequencies / torch.tensor(divisors, dtype=torch.float64, device=device)
     stretched = frequencies / scaling.factor
     if scaling.kind == "linear":
         return stretched
@@ -60,16 +63,19 @@ def _kept_by_yarn(model: ModelConfig, device: torch.device) -> Tensor:
 
 def rotary_magnitude(model: ModelConfig, *, windowed: bool = False) -> float:
     """Returns the factor of rotated queries and keys; `windowed`: in layers with a window. YaRN's default is that of
-    Peng et al. 2023, section 3.4."""
+    Peng et al. 2023, section 3.4, LongRoPE's that of Abdin et al. 2024 (Phi-3)."""
     scaling = model.rope_scaling
-    if scaling.kind != "yarn" or scaling.factor == 1 or (windowed and model.window_rope_theta):
+    if scaling.kind not in ("yarn", "longrope") or scaling.factor == 1 or (windowed and model.window_rope_theta):
         return 1.0
+    if scaling.kind == "longrope":
+        return scaling.magnitude or math.sqrt(1 + math.log(scaling.factor) / math.log(scaling.original_seq_len))
     return scaling.magnitude or 0.1 * math.log(scaling.factor) + 1
 
 
 def rotary_table(model: ModelConfig, positions: Tensor, dtype: torch.dtype, *, windowed: bool = False) -> Tensor:
     """Returns cosines and sines of `positions` (seq,): (2, seq, 1, rotary_size / 2), in at least float32; of positions
-    (batch, seq): (2, batch, seq, 1, rotary_size / 2). `windowed`: those of layers with a window.
+    (batch, seq): (2, batch, seq, 1, rotary_size / 2). `windowed`: those of layers with a window. Where queries grow,
+    the table of queries stands before that of keys: 4 in place of 2.
 
     It is computed in each forward pass: the cost is negligible, and a table in a buffer would be lost when leaving the
     meta device and rounded by a cast to bfloat16."""
@@ -78,7 +84,17 @@ def rotary_table(model: ModelConfig, positions: Tensor, dtype: torch.dtype, *, w
     magnitude = rotary_magnitude(model, windowed=windowed)
     if magnitude != 1:
         table *= magnitude
+    if model.query_growth.rate and not model.nope_every:
+        table = torch.cat((table * query_growth(model, positions), table))
     return table.to(torch.promote_types(dtype, torch.float32))
+
+
+def query_growth(model: ModelConfig, positions: Tensor) -> Tensor:
+    """Returns the factors of queries at `positions` (seq,) or (batch, seq), in float64: (1, seq, 1, 1), or (1, batch,
+    seq, 1, 1)."""
+    growth = model.query_growth
+    times = ((positions + growth.first) // growth.length).double()
+    return (1 + growth.rate * times.log1p())[None, ..., None, None]
 
 
 def rotate(x: Tensor, table: Tensor) -> Tensor:

@@ -384,14 +384,18 @@ class MixtureOfExperts(nn.Module):
         """Applies the layer, (batch, seq, d_model) to the same shape. Without `conversations` every sequence is one."""
         routes, tokens = self.route(x, conversations), x.flatten(0, 1)
         slots = self.slots(routes.chosen, conversations)
-        gates = routes.gates.flatten(0, 1)
+        gates = routes.gates.flatten(0, 1).to(tokens.dtype)
         if slots.kept is not None:
             gates = gates.where(slots.kept, 0)
-        rows = self.run_cheap(_Dispatch.apply, tokens, slots.choices, slots.rows, slots.kept)
+        scaled = self.config.moe.scale_inputs
+        of_rows = (gates if scaled else None), slots.kept
+        rows = self.run_cheap(_Dispatch.apply, tokens, slots.choices, slots.rows, *of_rows)
         routed, shared = self.compute(rows, slots.ends, tokens)
         if shared is not None and self.shared_gate is not None:
             shared = shared * self.shared_gate(tokens).sigmoid()
-        out: Tensor = _Combine.apply(routed, gates.to(routed.dtype), slots.choices, slots.rows)  # pyright: ignore[reportAssignmentType]
+        if scaled:  # without biases the rows of dropped choices are zeros, but they stand for others' rows
+            gates = None if slots.kept is None else slots.kept.to(routed.dtype)
+        out: Tensor = _Combine.apply(routed, gates, slots.choices, slots.rows)  # pyright: ignore[reportAssignmentType]
         return (out if shared is None else out + shared).view_as(x)
 
     def compute(self, rows: Tensor, ends: Ends, tokens: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -571,36 +575,47 @@ def _capacities(moe: MoE, seq_len: int, device: torch.device) -> Tensor:
 
 
 class _Dispatch(torch.autograd.Function):
-    """Copies tokens (tokens, d_model) to the rows of their choices, (rows, d_model). The backward pass gathers the
-    gradients of a token's rows, and sums them."""
+    """Copies tokens (tokens, d_model) to the rows of their choices, (rows, d_model), times their `gates` (tokens,
+    top_k) if there are any. The backward pass gathers the gradients of a token's rows, and sums them."""
 
     @staticmethod
-    def forward(ctx: Any, tokens: Tensor, choices: Tensor, rows: Tensor, kept: Tensor | None) -> Tensor:
-        ctx.save_for_backward(rows, kept)
-        return tokens.index_select(0, _tokens_of(choices, rows))
+    def forward(
+        ctx: Any, tokens: Tensor, choices: Tensor, rows: Tensor, gates: Tensor | None, kept: Tensor | None
+    ) -> Tensor:
+        ctx.save_for_backward(None if gates is None else tokens, rows, gates, kept)
+        x = tokens.index_select(0, _tokens_of(choices, rows))
+        return x if gates is None else x.mul_(_gates_of(choices, gates))
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor | None, ...]:
-        (gradient,), (rows, kept) = grad_outputs, ctx.saved_tensors
-        return _sums(gradient, rows, None if kept is None else kept.to(gradient.dtype)), None, None, None
+        (gradient,), (tokens, rows, gates, kept) = grad_outputs, ctx.saved_tensors
+        factors = kept.to(gradient.dtype) if gates is None and kept is not None else gates
+        of_gates = None if gates is None else _dots(tokens, gradient.contiguous(), rows)
+        return _sums(gradient, rows, factors), None, None, of_gates, None
 
 
 class _Combine(torch.autograd.Function):
-    """Sums the rows `routed` (rows, d_model) of each token's choices, times their gates (tokens, top_k): (tokens,
-    d_model). The backward pass gathers as well."""
+    """Sums the rows `routed` (rows, d_model) of each token's choices, times their gates (tokens, top_k) if there are
+    any: (tokens, d_model). The backward pass gathers as well."""
 
     @staticmethod
-    def forward(ctx: Any, routed: Tensor, gates: Tensor, choices: Tensor, rows: Tensor) -> Tensor:
-        ctx.save_for_backward(routed, gates, choices, rows)
+    def forward(ctx: Any, routed: Tensor, gates: Tensor | None, choices: Tensor, rows: Tensor) -> Tensor:
+        ctx.save_for_backward(routed if ctx.needs_input_grad[1] else None, gates, choices, rows)
+        ctx.rows = len(routed)
         return _sums(routed, rows, gates)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor | None, ...]:
         (gradient,), (routed, gates, choices, rows) = grad_outputs, ctx.saved_tensors
-        choices = choices[: len(routed)]  # fewer if padding was not sent to other ranks
-        gate_of_rows = F.pad(gates.flatten(), (0, 1)).index_select(0, choices).unsqueeze(1)
-        of_rows = _sums(gradient, _tokens_of(choices, rows).unsqueeze(1), gate_of_rows)
-        return of_rows, _dots(gradient.contiguous(), routed, rows), None, None
+        choices = choices[: ctx.rows]  # fewer if padding was not sent to other ranks
+        of_gates = None if routed is None else _dots(gradient.contiguous(), routed, rows)
+        factors = None if gates is None else _gates_of(choices, gates)
+        return _sums(gradient, _tokens_of(choices, rows).unsqueeze(1), factors), of_gates, None, None
+
+
+def _gates_of(choices: Tensor, gates: Tensor) -> Tensor:
+    """Returns the gate of each of `choices`, of `gates` (tokens, top_k): (choices, 1), 0 for an empty row."""
+    return F.pad(gates.flatten(), (0, 1)).index_select(0, choices).unsqueeze(1)
 
 
 def _tokens_of(choices: Tensor, rows: Tensor) -> Tensor:

@@ -139,12 +139,15 @@ def initialise(module: nn.Module, model: ModelConfig, seed: int) -> None:
 
 
 _LEVELS = 2**16
+Read = Callable[[Tensor, Tensor], object]
+"""Writes what it makes of random bits (int16) into a tensor of the same shape."""
 _LOWEST_INT64 = torch.iinfo(torch.int64).min
 
 
 @dataclass(frozen=True)
 class Noise:
-    """The inputs of the dropout masks of one forward pass. Dropout is active only where a Noise is given."""
+    """The inputs of the dropout masks, and of the noise on embeddings, of one forward pass. Both are active only where
+    a Noise is given."""
 
     seed: int
     step: int
@@ -161,23 +164,42 @@ class Noise:
     sequences (of a pipeline), or a context-parallel rank's tokens."""
     seq_len: int = 0
     """Tokens of a whole sequence; set with `places`."""
+    embeddings: float = 0.0
+    """Most that is added to an element of an embedding, or subtracted."""
 
     @uncompiled
     def dropout(self, x: Tensor, p: float, site: str) -> Tensor:
         """Drops elements of `x` (batch, seq, d_model) with probability `p` and scales the others up. Where a rank has
         only part of the tokens, seq is correspondingly shorter."""
+        return self._drop(x, p, self._of_tokens(x, site, _kept(p), torch.bool))
+
+    @uncompiled
+    def perturbed(self, x: Tensor) -> Tensor:
+        """Returns embeddings `x` (batch, seq, d_model) with uniform noise of up to `embeddings` (NEFTune: Jain et al.
+        2023, section 3); where a rank has only part of the tokens, seq is correspondingly shorter."""
+        unit = 2 * self.embeddings / _LEVELS
+
+        def read(bits: Tensor, out: Tensor) -> None:
+            out.copy_(bits).add_(0.5).mul_(unit)
+
+        return x + self._of_tokens(x, "embed.noise", read, torch.promote_types(x.dtype, torch.float32)).to(x.dtype)
+
+    def _of_tokens(self, x: Tensor, site: str, read: Read, dtype: torch.dtype) -> Tensor:
+        """Returns what `read` makes of the random bits of each element of `x` (batch, seq, d_model)."""
         part, parts = self.tokens
-        samples = len(self.sample_ids)
+        samples, tokens = len(self.sample_ids), x.shape[1]
         if (places := self.places) is not None:
             of_sample = (self.seq_len, *x.shape[2:])
-            keep = self._keep(site, of_sample, p, x.device, select=lambda bits: bits.index_select(0, places))
-            keep = _part(keep.flatten(0, 1), 0, samples * x.shape[1] * part, samples * x.shape[1])
-            return self._drop(x, p, keep.unflatten(0, (samples, x.shape[1])))
+            drawn = self._drawn(
+                site, of_sample, x.device, read, dtype, select=lambda bits: bits.index_select(0, places)
+            )
+            drawn = _part(drawn.flatten(0, 1), 0, samples * tokens * part, samples * tokens)
+            return drawn.unflatten(0, (samples, tokens))
         # The samples that this part of the tokens touches: with as many samples as parts, whole ones.
         first, last = samples * part // parts, -(-samples * (part + 1) // parts)
-        keep = self._keep(site, (x.shape[1] * parts, *x.shape[2:]), p, x.device, first, last).flatten(0, 1)
-        start = samples * x.shape[1] * part - first * x.shape[1] * parts
-        return self._drop(x, p, _part(keep, 0, start, samples * x.shape[1]).unflatten(0, (samples, x.shape[1])))
+        drawn = self._drawn(site, (tokens * parts, *x.shape[2:]), x.device, read, dtype, first, last).flatten(0, 1)
+        start = samples * tokens * part - first * tokens * parts
+        return _part(drawn, 0, start, samples * tokens).unflatten(0, (samples, tokens))
 
     def dropout_heads(self, probabilities: Tensor, p: float, site: str, n_heads: int) -> Tensor:
         """Drops attention probabilities (batch, local heads, queries, keys) of a model with `n_heads` heads, where the
@@ -208,7 +230,7 @@ class Noise:
             queries, keys = places
             return bits[here][:, queries[:, None], keys]
 
-        return self._keep(site, (n_heads, *whole), p, device, select=select)
+        return self._drawn(site, (n_heads, *whole), device, _kept(p), torch.bool, select=select)
 
     def _drop(self, x: Tensor, p: float, keep: Tensor) -> Tensor:
         # Without this check one sample's mask would be broadcast over the batch.
@@ -217,34 +239,41 @@ class Noise:
         # A boolean mask takes one byte per element until the backward pass; the scale is that of the rounded p.
         return (x * keep).mul_(scale(p))
 
-    def _keep(
+    def _drawn(
         self,
         site: str,
         shape: Sequence[int],
-        p: float,
         device: torch.device,
+        read: Read,
+        dtype: torch.dtype,
         first: int = 0,
         last: int | None = None,
         select: Callable[[Tensor], Tensor] = lambda bits: bits,
     ) -> Tensor:
-        """Returns the boolean mask (samples, *shape) of samples `first` to before `last`, true for kept elements, or
-        the part of it that `select` takes of a tensor of `shape`.
+        """Returns what `read` makes of random bits: (samples, *shape) of samples `first` to before `last`, or the part
+        of it that `select` takes of a tensor of `shape`.
 
-        Each element compares 16 random bits with p, four elements per 64-bit draw: about ten times faster on a CPU than
-        torch's dropout, and independent of the data type. p is thereby rounded to a multiple of 2^-16."""
-        size, samples, threshold = prod(shape), self.sample_ids[first:last], round(p * _LEVELS) - _LEVELS // 2
+        Each element has 16 bits, four elements per 64-bit draw: about ten times faster on a CPU than torch's dropout,
+        and independent of the data type."""
+        size, samples = prod(shape), self.sample_ids[first:last]
         generator = torch.Generator(device)
         # One sample's bits at a time: they take twice the memory of its mask, and more than that of a part.
         words = torch.empty(-(-size // 4), dtype=torch.int64, device=device)
         bits = words.view(torch.int16)[:size].unflatten(0, tuple(shape))
-        keep = None
+        drawn = None
         for row, sample in enumerate(samples):
             generator.manual_seed(derive_seed(self.seed, "dropout", site, self.step, sample))
             words.random_(_LOWEST_INT64, None, generator=generator)
             part = select(bits)
-            keep = part.new_empty(len(samples), *part.shape, dtype=torch.bool) if keep is None else keep
-            torch.ge(part, threshold, out=keep[row])
-        return bits.new_empty(0, dtype=torch.bool) if keep is None else keep
+            drawn = part.new_empty(len(samples), *part.shape, dtype=dtype) if drawn is None else drawn
+            read(part, drawn[row])
+        return bits.new_empty(0, dtype=dtype) if drawn is None else drawn
+
+
+def _kept(p: float) -> Read:
+    """Returns what makes a mask of random bits: true with probability 1 - p, p being rounded to a multiple of 2^-16."""
+    threshold = round(p * _LEVELS) - _LEVELS // 2
+    return lambda bits, out: torch.ge(bits, threshold, out=out)
 
 
 def scale(p: float) -> float:
@@ -260,3 +289,8 @@ def _part(keep: Tensor, dim: int, start: int, size: int) -> Tensor:
 def dropout(x: Tensor, p: float, noise: Noise | None, site: str) -> Tensor:
     """Returns `x` (batch, ...) with elements dropped with probability `p`, or `x` itself without noise."""
     return x if noise is None or p == 0 else noise.dropout(x, p, site)
+
+
+def perturbed(x: Tensor, noise: Noise | None) -> Tensor:
+    """Returns embeddings `x` (batch, ...) with the noise that they have in training, if any."""
+    return x if noise is None or noise.embeddings == 0 else noise.perturbed(x)

@@ -34,15 +34,16 @@ from phalanx.blocks.kinds import (
 )
 from phalanx.blocks.operator import Half, Place
 from phalanx.blocks.parameters import Shapes, vocabulary, weight_of
+from phalanx.blocks.residual import head_rows
 from phalanx.check.model import model_problems
 from phalanx.config.model import ModelConfig
 from phalanx.errors import ExtensionError, JobError
 from phalanx.model.attention import CoreAttention, KeysAndValues
 from phalanx.model.cache import Cache
 from phalanx.model.documents import Conversations, Documents
-from phalanx.model.layers import Linear, Multiply, Run, make_norm, rotary_table, run, soft_cap, uncompiled
+from phalanx.model.layers import Linear, Multiply, Run, make_norm, query_growth, rotary_table, run, soft_cap, uncompiled
 from phalanx.model.moe import GroupedLinear, Routing
-from phalanx.model.seeding import Noise, dropout
+from phalanx.model.seeding import Noise, dropout, perturbed
 from phalanx.registry import Registry
 
 
@@ -126,7 +127,7 @@ class Transformer(nn.Module):
         blocks = {str(layer): Block(model, layer, self.routing) for layer in range(model.n_layers)}
         self.blocks = nn.ModuleDict(blocks)
         self.final_norm = make_norm(model)
-        self.head = Head(model, vocab)
+        self.head = Head(model, head_rows(model, vocab))
         self.gather: Callable[[Tensor], Tensor] | None = None
         """Makes a normalised output the head's input, where a layout needs it."""
         for name, parameter in self.named_parameters():
@@ -193,10 +194,13 @@ class Transformer(nn.Module):
             for config in attention_models(self.config)
             for windowed in every
         }
+        growth = None
+        if self.config.query_growth.rate:
+            growth = query_growth(self.config, positions).to(torch.promote_types(x.dtype, torch.float32))
         for layer in layers:
             size, windowed = self.rotary_sizes[int(layer)], self.config.window_of(int(layer)) > 0
             turns = self.config.rotates(int(layer))
-            rotary = tables[size, windowed and len(every) > 1] if turns else None
+            rotary = tables[size, windowed and len(every) > 1] if turns else growth
             x = self.blocks[layer](x, rotary, noise, cache, documents, conversations, embedded)
         return x
 
@@ -220,7 +224,7 @@ class Transformer(nn.Module):
                     "shorten the input or train with a larger model.seq_len"
                 )
             x = x + self.positions(positions, tokens.shape)
-        x = dropout(x, self.config.dropout, noise, "embed")
+        x = dropout(perturbed(x, noise), self.config.dropout, noise, "embed")
         # Without a gradient of a frozen embedding the first block still has that of its input, like every other, so
         # that all blocks compute and send the same.
         return x.requires_grad_() if self.config.lora.rank and torch.is_grad_enabled() else x

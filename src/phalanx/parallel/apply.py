@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 from torch import nn
@@ -12,7 +13,7 @@ from torch import nn
 from phalanx.blocks.parameters import weight_of
 from phalanx.comm.axis import Axis
 from phalanx.comm.calls import name_modules
-from phalanx.config.corpora import has_pairs
+from phalanx.config.corpora import has_pairs, has_prompts
 from phalanx.config.job import Job
 from phalanx.config.precision import FP8_UNITS
 from phalanx.cost.job_spec import rank_spec
@@ -34,13 +35,13 @@ from phalanx.parallel.linear import (
     use_scaled,
 )
 from phalanx.parallel.mesh import Mesh
-from phalanx.parallel.objective import Objective, PairLoss
+from phalanx.parallel.objective import Objective, PairLoss, PolicyLoss
 from phalanx.parallel.offload import Host, offload_activations, on_host
 from phalanx.parallel.pipeline import PipeDream, Pipeline, StashingPipeline
 from phalanx.parallel.recompute import recompute
 from phalanx.parallel.stages import Stages
 from phalanx.parallel.tiling import project_tiles, tile
-from phalanx.parallel.vocabulary import CrossEntropy, HeadTile, TiledHead
+from phalanx.parallel.vocabulary import CrossEntropy, HeadTile, ScoreLoss, TiledHead
 from phalanx.parallel.zero import BucketReplica
 from phalanx.partition import derived as batch
 from phalanx.partition.cut import describe, layer_costs, stages_of
@@ -73,7 +74,7 @@ def apply(model: Transformer, job: Job, mesh: Mesh, device: torch.device, host: 
     """
     parts = Construction(model, job, mesh, device, host or Host(device))
     parts.log("mesh: %s", mesh)
-    if parts.compiled or device.type == "cuda":  # optimizers have kernels that are compiled for it
+    if parts.compiled or device.type != "cpu":  # optimizers have kernels that are compiled for it
         keep_compiled()
     apply_pipeline(parts)
     apply_tensor_parallel(parts)
@@ -125,6 +126,12 @@ class Construction:
         self.compiled = compiles(self.job, self.device.type) and not missing(self.device)
         if self.job.layout.loss_chunk == "auto" or not isinstance(self.job.layout.recompute, str):
             self.job = replace(self.job, layout=rank_spec(self.job, self.vocab, self.device.type).layout)
+
+    @property
+    def loss(self) -> CrossEntropy:
+        """The cross-entropy of the job, without its logits' product."""
+        cap, smoothing = self.model.config.logit_softcap, self.job.train.label_smoothing
+        return CrossEntropy(self.mesh.axis("tp"), self.vocab, cap, smoothing)
 
     def log(self, line: str, *values: object) -> None:
         """Logs a line once for all ranks."""
@@ -227,7 +234,7 @@ def apply_tiling(parts: Construction) -> None:
     layout = parts.job.layout
     if layout.tiles == 1:
         return
-    parts.tensor_slices, parts.plain_names = tile(parts.model, parts.tensor_slices, layout, parts.mesh.axis("tp"))
+    parts.tensor_slices, parts.plain_names = tile(parts.model, parts.tensor_slices, layout, parts.loss)
     parts.deferring -= project_tiles(parts.model)
     # A tile of the head has no logits whose gradient could wait.
     parts.deferring |= {module for module in parts.model.modules() if isinstance(module, HeadTile)}
@@ -299,7 +306,7 @@ def apply_compile(parts: Construction) -> None:
     if wanted is True and (reason := missing(parts.device)):
         raise JobError(f"train.compile: {reason}; nearest legal: train.compile=auto, which leaves it off")
     if not parts.compiled:
-        if wanted == "auto" and parts.device.type == "cuda":
+        if wanted == "auto" and parts.device.type != "cpu":
             parts.log("compile: off, %s", refusal(parts.job) or missing(parts.device))
         return
     kinds = compile_blocks(model, exchanged=parts.job.layout.ep > 1)
@@ -308,11 +315,17 @@ def apply_compile(parts: Construction) -> None:
 
 def apply_loss(parts: Construction) -> Objective:
     """Adds the loss to the model: over a cut vocabulary if needed, and with `loss_chunk` for some tokens at a time."""
-    tp, chunk = parts.mesh.axis("tp"), int(parts.job.layout.loss_chunk)
-    pairs = PairLoss(parts.job.train.dpo, parts.mesh.axis("cp")) if has_pairs(parts.job.data) else None
-    loss = CrossEntropy(tp, parts.vocab, parts.model.config.logit_softcap)
-    if pairs:
-        parts.log("loss: DPO, %s", pairs.options.line())
+    chunk, train, cp = int(parts.job.layout.loss_chunk), parts.job.train, parts.mesh.axis("cp")
+    if parts.job.model.reward:
+        parts.log("loss: rewards of pairs (Bradley-Terry)")
+        return Objective(parts.model, ScoreLoss(parts.mesh.axis("tp")), PairLoss(replace(train.dpo, beta=1.0), cp))
+    compared = PairLoss(train.dpo, cp) if has_pairs(parts.job.data) else None
+    compared = PolicyLoss(train.grpo, cp) if has_prompts(parts.job.data) else compared
+    if compared:
+        parts.log("loss: %s, %s", "DPO" if isinstance(compared, PairLoss) else "GRPO", compared.options.line())
+    loss = parts.loss
+    if loss.smoothing:
+        parts.log("loss: label smoothing %g, in training", loss.smoothing)
     if chunk:
         parts.log("loss: the logits of %d tokens at a time", chunk)
     if parts.compiled and not isinstance(parts.model.head, TiledHead):  # fused with its cast
@@ -321,7 +334,7 @@ def apply_loss(parts: Construction) -> Objective:
     mtp_weight = parts.job.train.mtp_weight
     if depths := parts.model.config.mtp:
         parts.log("loss: %s × the mean of %s", f"{mtp_weight:g}", counted(depths, "module") + " for further tokens")
-    return Objective(parts.model, loss, pairs, chunk, mtp_weight)
+    return Objective(parts.model, loss, compared, chunk, mtp_weight)
 
 
 def apply_data_parallel(parts: Construction, objective: Objective) -> Replica:
@@ -375,6 +388,7 @@ def run_by_schedule(parts: Construction, replica: Replica) -> None:
     kind = kind if parts.stages.schedule.steps == 1 else PipeDream
     deferred = parts.deferred or DeferredWeightGrads()
     replica.runner = kind(replica, parts.stages, parts.p2p_groups, deferred, token_parts, parts.device)
+    replica.runner.schedules = partial(schedule_of, parts.job.layout)
 
 
 def initialise(replica: Replica, job: Job) -> None:

@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 
 def missing(device: torch.device) -> str:
     """Returns what torch lacks to compile for a device, or nothing."""
-    return "" if device.type != "cuda" or has_triton() else "torch finds no Triton for this GPU"
+    return "" if device.type == "cpu" or has_triton() else "torch finds no Triton for this GPU"
 
 
 def compile_blocks(model: Transformer, *, exchanged: bool = False) -> int:

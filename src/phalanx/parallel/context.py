@@ -18,7 +18,7 @@ from phalanx.comm.axis import Axis
 from phalanx.config.layout import Layout
 from phalanx.config.model import window_within
 from phalanx.model.attention import CoreAttention, Reach
-from phalanx.model.documents import Documents
+from phalanx.model.documents import Documents, in_chunks
 from phalanx.model.layers import uncompiled
 from phalanx.model.moe import Sequences
 from phalanx.model.recurrent import GatedDeltaNet, Mix
@@ -99,6 +99,7 @@ class ContextAttention(CoreAttention):
         self.n_heads, self.dropout, self.site = core.n_heads, core.dropout, core.site
         # A window over whole sequences is none: keys then travel around the ring.
         self.window, self.scoring = window_within(core.window, core.seq_len), core.scoring
+        self.chunks = core.chunks if self.window else 0
         self.ring, self.ulysses = ring, ulysses
 
     @uncompiled
@@ -123,6 +124,9 @@ class ContextAttention(CoreAttention):
                 noise = replace(noise, heads=(part * ulysses.size + ulysses.rank, parts * ulysses.size))
         if ring.size > 1:
             dropping = None
+            if self.chunks:
+                every = k.new_empty(()).expand(len(k), 1, k.shape[2] * ring.size, 1)
+                documents = in_chunks(documents, self.chunks, every)
             if noise is not None and self.dropout > 0:
                 dropping = Dropping(noise, self.dropout, self.site, self.n_heads)
             o = ring_attention(q, k, v, ring, Reach(self.window, documents, self.scoring), dropping, sinks)

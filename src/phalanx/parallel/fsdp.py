@@ -291,7 +291,7 @@ def _shard(
     devices = mesh.devices[*outer, "shard"]
     options: dict[str, Any] = {"mp_policy": MixedPrecisionPolicy(reduce_dtype=gradient_dtype)}
     if is_offloaded(layout, "parameters"):
-        options["offload_policy"] = CPUOffloadPolicy(pin_memory=device.type == "cuda")
+        options["offload_policy"] = CPUOffloadPolicy(pin_memory=device.type != "cpu")
     for module in objective.model.modules():
         if isinstance(module, GroupedLinear):
             # FSDP2 shards rows, here of all experts' matrices, since there may be fewer experts than ranks.

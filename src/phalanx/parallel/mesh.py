@@ -163,7 +163,7 @@ class Mesh:
     def _over(self, name: str, size: int, rank: int, group: dist.ProcessGroup) -> Axis:
         """Returns the collectives over a process group; through host memory where ranks share a GPU."""
         axis = Axis(name, size, rank, group, self.ledger)
-        staged = axis.gloo and self.devices is not None and self.devices.device_type == "cuda"
+        staged = axis.gloo and self.devices is not None and self.devices.device_type != "cpu"
         return StagedAxis(name, size, rank, group, self.ledger) if staged else axis
 
     def __str__(self) -> str:

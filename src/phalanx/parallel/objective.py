@@ -3,7 +3,8 @@
 Slices of sequences pass through a pipeline one after the other (TeraPipe: Li et al. 2021, section 3.2): a slice needs
 the keys and values of earlier ones, layer by layer, and the backward pass, in reverse order, adds the gradients that
 later slices contribute to them. The loss of preferences (DPO: Rafailov et al. 2023, equation 7) depends on whole
-sequences: context-parallel ranks sum one number per sequence, and each then takes the gradient of its own tokens.
+sequences: context-parallel ranks sum one number per sequence, and each then takes the gradient of its own tokens. That
+of sampled completions (GRPO: Shao et al. 2024, equation 3) is a sum over tokens, each with its sequence's advantage.
 """
 
 from __future__ import annotations
@@ -17,12 +18,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from phalanx.comm.axis import Axis
-from phalanx.config.job import IGNORE, DpoOptions
+from phalanx.config.job import IGNORE, DpoOptions, GrpoOptions
 from phalanx.model.documents import Conversations, Documents
 from phalanx.model.seeding import Noise
 from phalanx.model.transformer import Transformer
 from phalanx.parallel.stages import Stage
-from phalanx.parallel.vocabulary import ChunkedLoss, CrossEntropy, TiledHead, recomputed_loss
+from phalanx.parallel.vocabulary import ChunkedLoss, CrossEntropy, ScoreLoss, TiledHead, recomputed_loss
 
 
 class FurtherTokens(NamedTuple):
@@ -58,7 +59,7 @@ class MicroTensors:
     targets: Tensor
     """(micro_batch, seq), int64, IGNORE where a position does not count."""
     noise: Noise | None = None
-    """The source of dropout masks; None without dropout."""
+    """The source of dropout masks and of noise on embeddings; None without both."""
     places: Tensor | None = None
     """Positions, within their sequences, of the tokens here, (seq,); None if all are here."""
     documents: Documents | None = None
@@ -66,6 +67,8 @@ class MicroTensors:
     reference: Tensor | None = None
     """(micro_batch,), float64: of preference pairs, the log-probability of each whole sequence's answer by the
     reference model; NaN for padding."""
+    policy: Tensor | None = None
+    """(micro_batch, seq, 4), float64, of sampled completions: data/loader.py's MicroBatch.policy."""
     conversations: Conversations | None = None
     """What routers count; None if every sequence is one conversation without padding."""
     further: tuple[FurtherTokens, ...] = ()
@@ -81,6 +84,7 @@ class MicroTensors:
         noise = self.noise and replace(self.noise, sample_ids=self.noise.sample_ids[chosen])
         documents = None if self.documents is None else self.documents.part(chosen)
         reference = None if self.reference is None else self.reference[chosen]
+        policy = None if self.policy is None else self.policy[chosen]
         conversations = None if self.conversations is None else self.conversations.part(chosen)
         return replace(
             self,
@@ -89,6 +93,7 @@ class MicroTensors:
             noise=noise,
             documents=documents,
             reference=reference,
+            policy=policy,
             conversations=conversations,
             further=tuple(each.map(lambda x: x[chosen]) for each in self.further),
         )
@@ -108,6 +113,7 @@ class MicroTensors:
             targets=self.targets[:, chosen],
             noise=noise,
             places=places,
+            policy=None if self.policy is None else self.policy[:, chosen],
             conversations=conversations,
             further=tuple(each.map(lambda x: x[:, chosen]) for each in self.further),
         )
@@ -183,7 +189,9 @@ class PairFacts:
 
 
 class PairLoss:
-    """The loss of pairs. Rows 2i and 2i + 1 of a micro-batch are the chosen and the rejected sequence of a pair."""
+    """The loss of pairs. Rows 2i and 2i + 1 of a micro-batch are the chosen and the rejected sequence of a pair. Of a
+    reward model (Bradley and Terry 1952; Ouyang et al. 2022, equation 1) it is DPO's with a beta of 1, the scores in
+    place of the log-probabilities, and a reference of 0."""
 
     def __init__(self, options: DpoOptions, cp: Axis):
         self.options, self.cp = options, cp
@@ -225,6 +233,76 @@ class PairLoss:
         sums = rows.where(real, 0).sum(dim=1)
         self._sums = sums if self._sums is None else self._sums + sums
 
+    facts = staticmethod(PairFacts.of)
+    """What the sums that `take` returns say, added over all ranks."""
+
+
+@dataclass(frozen=True)
+class PolicyFacts:
+    """Means over the tokens of completions, with the names they have in metrics.jsonl."""
+
+    kl: float
+    """The estimated KL divergence from the reference model, in nats per token; 0 without one."""
+    clip_fraction: float
+    """The share of the tokens whose ratio the loss clips, so that they have no gradient but that of the KL."""
+    entropy: float
+    """The mean of -log p: an unbiased estimate of the policy's entropy in the first update of a batch."""
+
+    @classmethod
+    def of(cls, sums: Tensor) -> PolicyFacts | None:
+        """Returns the means of `sums` (4,), as PolicyLoss.take returns them, over all ranks; None without a token."""
+        tokens, *values = sums.tolist()
+        return cls(*(value / tokens for value in values)) if tokens else None
+
+
+class PolicyLoss:
+    """The loss of sampled completions, of which each token has the log-probabilities of the policy that generated it
+    and of the reference model, its sequence's advantage, and its weight in the mean over sequences."""
+
+    def __init__(self, options: GrpoOptions, cp: Axis):
+        self.options, self.cp = options, cp
+        self.log_probabilities: Tensor | None = None
+        """The log-probability of each target here of the last micro-batch: (micro_batch, seq) fp64."""
+        self._sums: Tensor | None = None
+
+    def __call__(self, losses: Tensor, micro: MicroTensors) -> Tensor:
+        """Returns the weighted loss, summed over the tokens here. `losses` (micro_batch, seq) fp64 are -log p.
+
+        The ratio is clipped as in PPO (Schulman et al. 2017, equation 7), and the KL divergence estimated by
+        q / p - log(q / p) - 1 (Schulman 2020, "k3"; Shao et al. 2024, equation 4). Without `micro.policy`, of whoever
+        asks only for the log-probabilities, it is the sum of `losses`."""
+        now = -losses
+        self.log_probabilities = now.detach()
+        if micro.policy is None:
+            return losses.sum()
+        options, valid = self.options, micro.targets != IGNORE
+        old, reference, advantage, weight = micro.policy.unbind(-1)
+        ratio = (now - old).where(valid, 0).exp()
+        clipped = ratio.clamp(1 - options.clip, 1 + (options.clip_high or options.clip))
+        free, bounded = ratio * advantage, clipped * advantage
+        loss, kl = -torch.minimum(free, bounded), torch.zeros_like(now)
+        if options.beta:
+            away = (reference - now).where(valid, 0)
+            kl = torch.expm1(away) - away
+            loss = loss + options.beta * kl
+        rows = torch.stack((torch.ones_like(now), kl.detach(), bounded < free, losses.detach())).double()
+        sums = rows.where(valid, 0).sum(dim=(1, 2))
+        self._sums = sums if self._sums is None else self._sums + sums
+        return (weight * loss).where(valid, 0).sum()
+
+    def counted(self, micro: MicroTensors) -> Tensor:
+        """Returns this rank's share of the number of sequences in a micro-batch, in fp64."""
+        return torch.tensor(len(micro.tokens) / self.cp.size, dtype=torch.float64, device=micro.tokens.device)
+
+    def take(self, like: Tensor) -> Tensor:
+        """Returns the sums over the tokens here since the last call: tokens, KL divergences, clipped ones, and -log p,
+        (4,) fp64 on the device of `like`."""
+        sums, self._sums = self._sums, None
+        return torch.zeros(4, dtype=torch.float64, device=like.device) if sums is None else sums
+
+    facts = staticmethod(PolicyFacts.of)
+    """What the sums that `take` returns say, added over all ranks."""
+
 
 class Objective(nn.Module):
     """The module that data parallelism wraps: logits stay inside, one scalar comes out."""
@@ -232,25 +310,26 @@ class Objective(nn.Module):
     def __init__(
         self,
         model: Transformer,
-        loss: CrossEntropy,
-        pairs: PairLoss | None = None,
+        loss: CrossEntropy | ScoreLoss,
+        compared: PairLoss | PolicyLoss | None = None,
         chunk: int = 0,
         mtp_weight: float = 0.0,
     ):
-        """With `chunk`, that many tokens have logits at a time. `mtp_weight` is the factor of the mean loss of the
-        modules for further tokens."""
+        """`compared` makes another loss of those of tokens. With `chunk`, that many tokens have logits at a time.
+        `mtp_weight` is the factor of the mean loss of the modules for further tokens."""
         super().__init__()
-        self.model, self.loss, self.pairs, self.mtp_weight = model, loss, pairs, mtp_weight
+        self.model, self.loss, self.compared, self.mtp_weight = model, loss, compared, mtp_weight
         # Losses that wait together for their backward pass have the same factor.
-        self.chunked, self.chunked_further = (ChunkedLoss(loss, chunk) if chunk else None for _ in range(2))
+        pair = (ChunkedLoss(loss, chunk) if isinstance(loss, CrossEntropy) and chunk else None for _ in range(2))
+        self.chunked, self.chunked_further = pair
         self._further: list[Tensor] = []
         """The losses of the modules for further tokens since they were taken, each the mean over depths."""
 
     def forward(
         self, micro: MicroTensors, stage: Stage | None = None, x: Tensor | None = None, earlier: Earlier | None = None
     ) -> Tensor:
-        """Returns the loss summed over valid targets, in nats; or over preference pairs. Its gradient includes that of
-        the modules for further tokens.
+        """Returns the loss summed over valid targets, in nats; or over preference pairs, or completions. Its gradient
+        includes that of the modules for further tokens.
 
         In a pipeline only `stage` is computed: from `x`, the previous stage's output, to the next one's input,
         (micro_batch, seq, d_model) both, or to the loss. `earlier` are the slices before these: then the
@@ -266,11 +345,13 @@ class Objective(nn.Module):
             return x
         x, shared = model.normed(x), stage is not None
         loss = self.of_hidden(model.gathered(x).flatten(0, 1), micro.targets.flatten(), self.chunked, shared=shared)
-        if self.pairs is None:
+        if self.compared is None:
             loss = loss.sum()
             return loss + self._of_further(micro, x, layers[len(trunk) :], earlier, shared) if micro.further else loss
-        losses = loss.view_as(micro.targets).double().sum(dim=1)
-        return losses if earlier is not None else self.pairs(losses, micro)
+        losses = loss.view_as(micro.targets).double()
+        if isinstance(self.compared, PolicyLoss):
+            return self.compared(losses, micro)
+        return losses.sum(dim=1) if earlier is not None else self.compared(losses.sum(dim=1), micro)
 
     def _of_further(
         self, micro: MicroTensors, x: Tensor, layers: Sequence[str], earlier: Earlier | None, shared: bool
@@ -306,12 +387,12 @@ class Objective(nn.Module):
             return self.loss(head(x, embedding), targets)
         weight = head.weight if embedding is None else embedding
         assert weight is not None, "a tied head needs the embedding's weight"
-        if self.pairs is None or not (weight.requires_grad and torch.is_grad_enabled()):
+        if self.compared is None or not (weight.requires_grad and torch.is_grad_enabled()):
             return chunked(x, head.multiply, weight, targets, shared=shared)
-        # The loss of a pair scales the gradients of all its tokens, and is known only at their end.
-        return recomputed_loss(x, head.multiply, weight, targets, self.loss, chunked.chunk)
+        # What scales the gradients of tokens is known only at the end: of all of a pair's, or of one's own.
+        return recomputed_loss(x, head.multiply, weight, targets, chunked.loss, chunked.chunk)
 
     def counted(self, micro: MicroTensors) -> Tensor:
         """Returns what the mean loss is divided by, of a micro-batch and in fp64: its valid tokens here, or its pairs'
-        share."""
-        return (micro.targets != IGNORE).sum().double() if self.pairs is None else self.pairs.counted(micro)
+        or completions' share."""
+        return (micro.targets != IGNORE).sum().double() if self.compared is None else self.compared.counted(micro)

@@ -295,7 +295,7 @@ class Host:
     def __init__(self, device: torch.device):
         self.device = device
         self.copied = CopiedBytes()
-        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self.stream = torch.Stream(device) if device.type != "cpu" else None
         """The stream of copies."""
         self._free: dict[int, list[Tensor]] = {}
         """By size, memory to be lent again: pinning memory is slow."""
@@ -304,7 +304,7 @@ class Host:
         """Returns host memory for a tensor of the shape of `like`, uninitialised."""
         with on_host():
             return torch.empty(
-                like.shape, dtype=dtype or like.dtype, device="cpu", pin_memory=self.device.type == "cuda"
+                like.shape, dtype=dtype or like.dtype, device="cpu", pin_memory=self.device.type != "cpu"
             )
 
     def lend(self, size: int) -> Tensor:
@@ -313,7 +313,7 @@ class Host:
         if free:
             return free.pop()
         with on_host():
-            return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=self.device.type == "cuda")
+            return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=self.device.type != "cpu")
 
     def take_back(self, memory: Tensor) -> None:
         """Keeps memory that was lent. Copies from it may still be on their way: later ones into it wait for them."""
@@ -336,8 +336,8 @@ class Host:
         if self.stream is None:
             into.copy_(source)
             return
-        self.stream.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(self.stream):
+        self.stream.wait_stream(torch.accelerator.current_stream(self.device))
+        with self.stream:
             into.copy_(source, non_blocking=True)
 
     def arrival(self, into: Tensor) -> Arrival:
@@ -350,12 +350,12 @@ class Host:
     def wait(self, arrival: Arrival) -> None:
         """Makes the device's next computation wait for the copies before a mark."""
         if arrival is not None:
-            torch.cuda.current_stream(self.device).wait_event(arrival)
+            torch.accelerator.current_stream(self.device).wait_event(arrival)
 
     def join(self) -> None:
         """Makes the device's next computation wait for all copies."""
         if self.stream is not None:
-            torch.cuda.current_stream(self.device).wait_stream(self.stream)
+            torch.accelerator.current_stream(self.device).wait_stream(self.stream)
 
     def settle(self) -> None:
         """Waits until all copies have ended."""

@@ -32,7 +32,7 @@ from torch import Tensor
 from phalanx.comm.axis import Axis, Pending
 from phalanx.parallel.data import Replica
 from phalanx.parallel.linear import DeferredWeightGrads, Product
-from phalanx.parallel.objective import Earlier, MicroTensors
+from phalanx.parallel.objective import Earlier, MicroTensors, PairLoss
 from phalanx.parallel.offload import SwappingRun
 from phalanx.parallel.stages import Stage, Stages
 from phalanx.schedule.generators import pipedream
@@ -159,6 +159,22 @@ def _reader(schedule: Schedule, action: Action) -> Action | None:
     return Action("B", action.stage - 1, action.micro, action.slice)
 
 
+@dataclass(frozen=True)
+class RankProgram:
+    """One rank's part of a schedule."""
+
+    actions: Sequence[Action]
+    transfers: Transfers
+    last_backward: frozenset[int]
+    """Indices of the actions after which a stage's gradients are complete."""
+
+    @classmethod
+    def of(cls, schedule: Schedule, rank: int, p2p_groups: tuple[Axis, Axis]) -> RankProgram:
+        actions = schedule.programs[rank]
+        last = {action.stage: place for place, action in enumerate(actions) if action.kind in ("B", "W")}
+        return cls(actions, Transfers(schedule, rank, *p2p_groups), frozenset(last.values()))
+
+
 class Pipeline:
     """One rank's part of a pipeline, whose data parallelism is `replica`'s."""
 
@@ -176,28 +192,31 @@ class Pipeline:
         parallelism)."""
         self.replica, self.stages, self.deferred, self.token_parts = replica, stages, deferred, token_parts
         self.schedule = stages.schedule
-        self.program = self.schedule.programs[stages.rank]
         self.p2p_groups = p2p_groups
-        self.transfers = Transfers(self.schedule, stages.rank, *p2p_groups)
-        self.transfers.connect(device)
+        self.schedules: Callable[[int], Schedule] | None = None
+        """Returns the schedule of other numbers of micro-batches, of runs with a ramp."""
+        self.programs = {self.schedule.micro_batches: RankProgram.of(self.schedule, stages.rank, p2p_groups)}
+        """By number of micro-batches."""
+        self.programs[self.schedule.micro_batches].transfers.connect(device)
         self.like = replica.shards[0].value.new_empty(0, device=device)  # offloaded parameters are on the host
         """A tensor with the type and device of messages."""
-        last = {action.stage: place for place, action in enumerate(self.program) if action.kind in ("B", "W")}
-        self.last_backward = frozenset(last.values())
-        """Indices in the program after which a stage's gradients are complete."""
         self.leaving: list[Pending] = []
         """Messages of the last validation that may still be in flight."""
         deferred.arrived = replica.arrived
 
     def gradients(self, micros: Sequence[MicroTensors], factor: float) -> Tensor:
         """Runs a step's program. Returns the loss summed over the micro-batches whose last stage is here, in fp64."""
-        mailbox = StepMailbox(self.transfers, self.like, self.shape(micros[0], self.schedule.slices))
+        if len(micros) not in self.programs and self.schedules is not None:
+            schedule = self.schedules(len(micros))
+            self.programs[len(micros)] = RankProgram.of(schedule, self.stages.rank, self.p2p_groups)
+        own = self.programs[len(micros)]
+        mailbox = StepMailbox(own.transfers, self.like, self.shape(micros[0], self.schedule.slices))
         execution = Execution(self, mailbox, dict(enumerate(micros)), micros[0].tokens.device, factor)
-        for place, action in enumerate(self.program):
-            for coming in self.program[place : place + 1 + RECEIVE_AHEAD]:
+        for place, action in enumerate(own.actions):
+            for coming in own.actions[place : place + 1 + RECEIVE_AHEAD]:
                 mailbox.expect(coming)
             self.before(action, execution)
-            execution.act(action, last=place in self.last_backward)
+            execution.act(action, last=place in own.last_backward)
             self.after(action)
         self.replica.finish()
         mailbox.settle()
@@ -336,14 +355,15 @@ class Execution:
 
     @property
     def _slices_pairs(self) -> bool:
-        return self.slices > 1 and self.replica.objective.pairs is not None
+        return self.slices > 1 and isinstance(self.replica.objective.compared, PairLoss)
 
     def _add_to_pairs(self, action: Action, micro: MicroTensors, losses: Tensor) -> None:
         """Adds a slice's losses. The last slice's backward pass is the first: by then the pairs' loss is known."""
-        assert self.replica.objective.pairs is not None, "asked before"
+        pairs = self.replica.objective.compared
+        assert isinstance(pairs, PairLoss), "asked before"
         whole = self.of_pairs.get(action.micro, 0) + losses
         if action.slice == self.slices - 1:
-            loss = self.replica.objective.pairs(whole.requires_grad_(), micro)
+            loss = pairs(whole.requires_grad_(), micro)
             self.loss += loss.detach()
             (whole,) = torch.autograd.grad(loss * self.factor, whole)
         self.of_pairs[action.micro] = whole

@@ -130,8 +130,10 @@ class ScaledProduct:
         bf16; elementwise in float64, to compare layouts. Raises JobError for a GPU without such products."""
         if device.type == "cpu" or dtype != torch.bfloat16:
             return cls(scaling, emulated=True, elementwise=dtype == torch.float64)
-        name, blocks = torch.cuda.get_device_name(device), scaling == "mxfp8"
-        if torch.version.hip:
+        name, blocks = torch.get_device_module(device).get_device_name(device), scaling == "mxfp8"
+        if device.type == "xpu":  # no device of Intel's that torch drives and that trains has them
+            has = has_blocks = grouped = False
+        elif torch.version.hip:
             kind = torch.cuda.get_device_properties(device).gcnArchName.partition(":")[0]
             if kind == "gfx942" and not blocks:  # MI300 has the formats without a negative zero
                 return cls(scaling, formats=(torch.float8_e4m3fnuz, torch.float8_e5m2fnuz), grouped=False)

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor, nn
 
 from phalanx.blocks.parameters import weight_of
-from phalanx.comm.axis import Axis
 from phalanx.config.layout import Layout
 from phalanx.errors import JobError
 from phalanx.model.layers import Linear, project, uncompiled
@@ -31,7 +30,7 @@ from phalanx.parallel.tensor import (
     RowParallelLinear,
     TensorParallel,
 )
-from phalanx.parallel.vocabulary import TiledEmbedding, TiledHead
+from phalanx.parallel.vocabulary import CrossEntropy, TiledEmbedding, TiledHead
 from phalanx.partition.tensor_slices import TensorSlice, in_tiles, is_tiled, too_few_rows
 
 
@@ -110,7 +109,7 @@ class ProjectGathered:
 
 
 def tile(
-    model: Transformer, tensor_slices: Mapping[str, tuple[TensorSlice, ...]], layout: Layout, tp: Axis
+    model: Transformer, tensor_slices: Mapping[str, tuple[TensorSlice, ...]], layout: Layout, loss: CrossEntropy
 ) -> tuple[dict[str, tuple[TensorSlice, ...]], dict[str, str]]:
     """Replaces the layers of `model`, on the meta device, that the layout tiles; tensor ranks hold their slices of it.
     Raises JobError if the vocabulary has fewer rows than tiles.
@@ -131,7 +130,7 @@ def tile(
             owner, _, leaf = name.rpartition(".")
             here = f"{owner}.tiles.{number}.{leaf}"
             names[here] = name
-            rows.get(name, []).append(parts[tp.rank])
+            rows.get(name, []).append(parts[loss.tp.rank])
         slices[here] = parts
     if any(part.size == 0 for parts in rows.values() for part in parts):
         held = sum(part.size for part in rows["head.weight"] or rows["embed.weight"])
@@ -139,7 +138,7 @@ def tile(
     if of_tiles := rows["embed.weight"]:
         model.set_submodule("embed", TiledEmbedding(model.embed, of_tiles))
     if of_tiles := rows["head.weight"]:
-        model.set_submodule("head", TiledHead(model.head, model.config, of_tiles, int(layout.loss_chunk), tp))
+        model.set_submodule("head", TiledHead(model.head, model.config, of_tiles, int(layout.loss_chunk), loss))
     return slices, names
 
 

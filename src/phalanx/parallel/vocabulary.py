@@ -5,6 +5,10 @@ chunks of tokens the slopes of one chunk exist at a time: the forward pass multi
 the hidden states at once, so that their gradients wait for the backward pass instead of logits, which nothing computes
 again (Hsu et al. 2024, section 3.2, "FusedLinearCrossEntropy").
 
+With label smoothing ε the loss is -(1 - ε) log p(target) - ε/V Σ log p (Szegedy et al. 2016, section 7): the score of
+the target becomes (1 - ε) × its own + ε × the mean of all, so that tensor ranks and tiles send as many numbers as
+without. Validation, which computes no gradients, is without it.
+
 In tiles (rows of the vocabulary, which ZeRO-3 gathers one after the other) the embedding adds the results of its tiles,
 all but one of them zero. A tile of the head reduces its logits to two numbers per token (the logarithm of the sum of
 their exponentials, and the target's logit) and drops them; the backward pass computes them again, and `merged_loss`
@@ -34,10 +38,10 @@ from phalanx.partition.tensor_slices import TensorSlice
 
 
 def losses_and_slopes(
-    logits: Tensor, targets: Tensor, tp: Axis, vocab: int, cap: float, sloped: bool
+    logits: Tensor, targets: Tensor, tp: Axis, vocab: int, cap: float, sloped: bool, smoothing: float = 0.0
 ) -> tuple[Tensor, Tensor | None]:
     """Returns -log p(target) of every token, in nats and in at least fp32, 0 where a position does not count, the same
-    on every rank of `tp`; and, if `sloped`, its derivatives by the logits.
+    on every rank of `tp`, with label `smoothing`; and, if `sloped`, its derivatives by the logits.
 
     `logits` (tokens, padded vocabulary / tp) are this rank's, without the soft cap `cap`; the derivatives are written
     in their place. `targets` (tokens,) with IGNORE where a position does not count. Rows beyond `vocab` are padding:
@@ -56,6 +60,9 @@ def losses_and_slopes(
     mine = ((targets >= first) & (targets < first + rows)).unsqueeze(-1)
     local = (targets.unsqueeze(-1) - first).where(mine, 0)
     chosen = scores.gather(-1, local).where(mine, 0)
+    if smoothing:
+        total = scores[:, : max(0, vocab - first)].sum(dim=-1, keepdim=True)
+        chosen = (1 - smoothing) * chosen + smoothing / vocab * total
     sums = torch.cat((scores.exp_().sum(dim=-1, keepdim=True), chosen), dim=-1)
     if tp.size > 1:
         _reduce(sums, tp, dist.ReduceOp.SUM)
@@ -65,6 +72,14 @@ def losses_and_slopes(
     if not sloped:
         return losses.squeeze(-1), None
     factor = valid / total
+    if smoothing:
+        scores.mul_(factor).scatter_add_(-1, local, (smoothing - 1) * (mine & valid).to(wide))
+        scores[:, : max(0, vocab - first)].sub_(valid.to(wide) * (smoothing / vocab))
+        if cap:
+            logits.square_().neg_().add_(1).mul_(scores)
+        elif logits.dtype != wide:  # otherwise the scores are the logits' memory
+            logits.copy_(scores)
+        return losses.squeeze(-1), logits
     # Close to 1, the target's probability has too few digits for 1 to be subtracted.
     of_target = torch.expm1(-losses).where(mine, scores.gather(-1, local) * factor)
     if cap:
@@ -90,6 +105,8 @@ class CrossEntropy:
     """Tokens in the vocabulary: columns beyond are padding."""
     cap: float = 0.0
     """The logits' soft cap, which this loss applies; 0: none."""
+    smoothing: float = 0.0
+    """Label smoothing of losses that have gradients."""
     compute: Callable[..., tuple[Tensor, Tensor | None]] = losses_and_slopes
     """`losses_and_slopes`, perhaps compiled."""
 
@@ -101,7 +118,25 @@ class CrossEntropy:
 
     def parts(self, logits: Tensor, targets: Tensor, *, sloped: bool) -> tuple[Tensor, Tensor | None]:
         """Calls `compute`."""
-        return self.compute(logits, targets, self.tp, self.vocab, self.cap, sloped)
+        return self.compute(logits, targets, self.tp, self.vocab, self.cap, sloped, self.smoothing if sloped else 0.0)
+
+
+@dataclass(frozen=True)
+class ScoreLoss:
+    """The scores of a reward model, whose head has one row, on the first rank of `tp`, and padding on the others."""
+
+    tp: Axis
+
+    def __call__(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """Returns minus the score of every token that has a target, 0 elsewhere, in at least fp32: the shape of
+        `targets`, the same on every rank of `tp`, each of which has the gradient of its own rows."""
+        mine = (targets != IGNORE) & (self.tp.rank == 0)
+        scores = logits[..., 0].to(torch.promote_types(logits.dtype, torch.float32)).where(mine, 0)
+        if self.tp.size == 1:
+            return -scores
+        whole = scores.detach().clone()
+        _reduce(whole, self.tp, dist.ReduceOp.SUM)
+        return -(scores + (whole - scores.detach()))
 
 
 class _Loss(torch.autograd.Function):
@@ -283,14 +318,15 @@ class HeadRows:
     """Rows before padding."""
     chunk: int
     """Tokens that have logits at once; 0: all."""
-    cap: float
-    """The logits' soft cap; 0: none."""
+    loss: CrossEntropy
+    """The loss over all rows."""
 
     def reduce(self, x: Tensor, multiply: Multiply, weight: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """Returns the logarithm of the sum of exp(logit) over the rows here, and the target's logit, 0 if it is not
-        here, for each token: (tokens,) both, in fp32 or wider; from the head's input `x` (tokens, d_model), product and
-        matrix, and `targets` (tokens,)."""
-        return _Reduced.apply(x, weight, targets, self, multiply)  # pyright: ignore[reportReturnType]
+        here, or the smoothed target's, for each token: (tokens,) both, in fp32 or wider; from the head's input `x`
+        (tokens, d_model), product and matrix, and `targets` (tokens,)."""
+        smoothing = self.loss.smoothing if torch.is_grad_enabled() else 0.0
+        return _Reduced.apply(x, weight, targets, self, multiply, smoothing)  # pyright: ignore[reportReturnType]
 
     def chunks(self, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
         """Yields the parts of tensors (tokens, ...) whose logits exist at once."""
@@ -299,7 +335,7 @@ class HeadRows:
     def logits(self, x: Tensor, multiply: Multiply, weight: Tensor) -> Tensor:
         """Returns the logits (tokens, rows) of `x` (tokens, d_model)."""
         logits = multiply(x, weight)
-        return soft_cap(logits, self.cap) if self.cap else logits
+        return soft_cap(logits, self.loss.cap) if self.loss.cap else logits
 
     def scores(self, logits: Tensor) -> Tensor:
         """Returns the logits in fp32 or wider, padding at -inf; perhaps in place."""
@@ -317,10 +353,10 @@ class HeadRows:
 class HeadTile(Head, Tile):
     """Some rows of a head."""
 
-    def __init__(self, model: ModelConfig, part: TensorSlice, chunk: int):
+    def __init__(self, model: ModelConfig, part: TensorSlice, chunk: int, loss: CrossEntropy):
         """`chunk` tokens have logits at once; 0: all."""
         super().__init__(model, part.size)
-        self.rows = HeadRows(part.start, part.real, chunk, model.logit_softcap)
+        self.rows = HeadRows(part.start, part.real, chunk, loss)
 
     def forward(self, x: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Calls `HeadRows.reduce`."""
@@ -334,7 +370,7 @@ def recomputed_loss(
     """Returns -log p(target) of every token (tokens,), with logits of `chunk` tokens at a time, as a head in one tile:
     for losses whose derivatives are known when all tokens have theirs. Arguments are those of `ChunkedLoss`."""
     first = loss.tp.rank * len(weight)
-    rows = HeadRows(first, min(max(0, loss.vocab - first), len(weight)), chunk, loss.cap)
+    rows = HeadRows(first, min(max(0, loss.vocab - first), len(weight)), chunk, loss)
     sums, chosen = rows.reduce(x, multiply, weight, targets)
     return merged_loss(sums.unsqueeze(0), chosen.unsqueeze(0), targets, tp=loss.tp)
 
@@ -342,14 +378,14 @@ def recomputed_loss(
 class TiledHead(nn.Module):
     """A head, each row of which is in one of its tiles, with the loss."""
 
-    def __init__(self, whole: Head, model: ModelConfig, parts: Sequence[TensorSlice], chunk: int, tp: Axis):
+    def __init__(self, whole: Head, model: ModelConfig, parts: Sequence[TensorSlice], chunk: int, loss: CrossEntropy):
         """`parts` are the rows of each tile; `chunk` tokens have logits at once, 0: all."""
         super().__init__()
         with torch.device("meta"):
-            self.tiles = nn.ModuleList([HeadTile(model, part, chunk) for part in parts])
+            self.tiles = nn.ModuleList([HeadTile(model, part, chunk, loss) for part in parts])
         weight = next(whole.parameters())
         self.to(weight.dtype).requires_grad_(weight.requires_grad)
-        self.tp = tp
+        self.tp = loss.tp
 
     def forward(self, x: Tensor, targets: Tensor) -> Tensor:
         """Returns -log p(target) of every token, in nats, 0 where a position does not count: the shape of `targets`
@@ -364,34 +400,41 @@ class _Reduced(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, rows: HeadRows, multiply: Multiply
+        ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, rows: HeadRows, multiply: Multiply, smoothing: float
     ) -> tuple[Tensor, Tensor]:
         found = []
         for hidden, target in rows.chunks(x, targets):
             scores = rows.scores(rows.logits(hidden, multiply, weight))
             mine, local = rows.place(target)
             chosen = scores.gather(-1, local).where(mine, 0).squeeze(-1)
+            if smoothing:
+                total = scores[:, : rows.real].sum(dim=-1)
+                chosen = (1 - smoothing) * chosen + smoothing / rows.loss.vocab * total
             # Padding alone has no finite maximum.
             top = scores.amax(dim=-1).clamp_(min=torch.finfo(scores.dtype).min)
             found.append((scores.sub_(top.unsqueeze(-1)).exp_().sum(dim=-1).log_().add_(top), chosen))
         sums, chosen = (torch.cat(parts) for parts in zip(*found, strict=True))
         ctx.save_for_backward(x, weight, targets, sums)
-        ctx.rows, ctx.multiply = rows, multiply
+        ctx.rows, ctx.multiply, ctx.smoothing = rows, multiply, smoothing
         return sums, chosen
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor | None, ...]:
         x, weight, targets, sums = ctx.saved_tensors
         rows: HeadRows = ctx.rows
+        cap, smoothing = rows.loss.cap, ctx.smoothing
         of_x, of_weight = list[Tensor](), None
         for hidden, target, total, of_sum, of_chosen in rows.chunks(x, targets, sums, *grad_outputs):
             logits = rows.logits(hidden, ctx.multiply, weight)
-            slope = 1 - (logits / rows.cap).square() if rows.cap else None
+            slope = 1 - (logits / cap).square() if cap else None
             scores = rows.scores(logits).sub_(total.clamp(min=torch.finfo(total.dtype).min).unsqueeze(-1)).exp_()
             del logits
             scores *= of_sum.unsqueeze(-1)
             mine, local = rows.place(target)
-            scores.scatter_add_(-1, local, of_chosen.unsqueeze(-1).where(mine, 0))
+            if smoothing:
+                scores[:, : rows.real].add_(of_chosen.unsqueeze(-1) * (smoothing / rows.loss.vocab))
+            of_target = of_chosen.unsqueeze(-1).where(mine, 0)
+            scores.scatter_add_(-1, local, of_target * (1 - smoothing) if smoothing else of_target)
             gradient = scores.to(x.dtype)
             del scores
             if slope is not None:
@@ -400,4 +443,4 @@ class _Reduced(torch.autograd.Function):
             if ctx.needs_input_grad[1]:
                 of_chunk = gradient_of_weight(ctx.multiply, gradient, hidden)
                 of_weight = of_chunk if of_weight is None else of_weight.add_(of_chunk)
-        return of_x[0] if len(of_x) == 1 else torch.cat(of_x), of_weight, None, None, None
+        return of_x[0] if len(of_x) == 1 else torch.cat(of_x), of_weight, None, None, None, None

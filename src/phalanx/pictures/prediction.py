@@ -48,8 +48,9 @@ from phalanx.pictures.elements import (
     ticks,
     upwards,
 )
+from phalanx.pictures.page import figure, figures, html_page
 from phalanx.pictures.panels import Panel, panels_svg
-from phalanx.units import gib
+from phalanx.units import counted, gib
 
 _WIDTH, _MARGIN, _LINE = 1080, 24, 17  # pixels
 _TIME_COLOURS = {"memory-bound": COLOURS[2], "recompute": COLOURS[4], "host": COLOURS[7], "optimizer": COLOURS[3]}
@@ -80,6 +81,22 @@ def svg(spec: StepSpec, prediction: Prediction) -> str:
         *group("roofline", block),
     ]
     return document(title, _WIDTH, height, parts)
+
+
+def page(prediction: Prediction) -> str:
+    """Returns a prediction as a page: the figures, and the pictures of time and memory."""
+    low, high = (seconds(factor * prediction.step_time_s) for factor in prediction.spread)
+    (time, left), (memory, right) = _time(prediction, 20), _memory(prediction, 20)
+    drawn = document("Time and memory", _WIDTH, max(left, right) + 12, [*group("time", time), *group("memory", memory)])
+    shown = {
+        seconds(prediction.step_time_s): f"per step; {low} to {high}",
+        f"{prediction.tokens_per_s_per_device:,.0f}": "tps: tokens/s per device",
+        f"{prediction.mfu:.1%}": "MFU",
+        gib(prediction.fullest.peak): f"of {gib(prediction.memory_limit)}: "
+        + ("fits" if prediction.fits else "does not fit"),
+    }
+    parts = [*figures(shown.items()), *figure(drawn, "map")]
+    return html_page("Prediction", "One step, predicted", counted(prediction.devices, "device"), parts)
 
 
 def _time(prediction: Prediction, top: float) -> tuple[list[str], float]:

@@ -18,6 +18,7 @@ from phalanx.errors import JobError
 from phalanx.pictures import schedule as schedule_picture
 from phalanx.pictures.elements import COLOURS, END, Scale, across, box, document, fill_of, heading, rule, text, ticks
 from phalanx.pictures.elements import seconds as duration
+from phalanx.pictures.page import figure, html_page
 from phalanx.pictures.panels import Panel, panels_svg
 from phalanx.schedule.schedule import Action, Kind
 from phalanx.simulate.goodput import Goodput, at, best
@@ -134,6 +135,26 @@ _LANE = 8
 """Pixels from one lane of a rank's host to the next."""
 _TO_THE_LEFT = "text-anchor='end'"
 _DARKER = "fill='#000' fill-opacity='.38'"
+
+
+MAX_DRAWN_PASSES = 120
+"""Passes per rank up to which a picture shows the whole step."""
+
+
+def page(timeline: Timeline) -> str:
+    """Returns a step as a page; of one with very many passes, the beginning and the end."""
+    return html_page(
+        "Step", f"One step, simulated: {duration(timeline.seconds)}", "", figure(ends_svg(timeline), "map")
+    )
+
+
+def ends_svg(timeline: Timeline, about: str = "") -> str:
+    """Draws a step; of one with more than MAX_DRAWN_PASSES passes per rank, its beginning and its end."""
+    passes = max(map(len, timeline.schedule.programs))
+    if passes <= MAX_DRAWN_PASSES:
+        return svg(timeline, about=about)
+    part = timeline.seconds * MAX_DRAWN_PASSES / 2 / passes
+    return "".join(svg(timeline, *window, about) for window in ((0, part), (timeline.seconds - part, None)))
 
 
 def svg(
@@ -269,8 +290,8 @@ class _Picture:
             *(f"{getattr(self.shares[rank], _SHARES[name]) / whole:.1%}" for name in self.columns if name in _SHARES),
             f"{self.schedule.peak_live_activations(rank):g}",
         ]
-        for right, figure in zip(self.columns.values(), figures, strict=True):
-            yield text(self.width + right, middle + 4, figure, _TO_THE_LEFT)
+        for right, shown in zip(self.columns.values(), figures, strict=True):
+            yield text(self.width + right, middle + 4, shown, _TO_THE_LEFT)
         yield "</g>"
 
     def _boxes(self, found: Iterator[Cell] | Sequence[Cell], top: float, height: float) -> Iterator[str]:

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from phalanx.config.cluster import Cluster
 from phalanx.config.layout import Layout
-from phalanx.cost.breakdown import duration, slow_format
+from phalanx.cost.breakdown import duration, not_covered, slow_format
 from phalanx.cost.communication import RankGroup, group
 from phalanx.cost.prediction import Prediction, predict
 from phalanx.cost.spec import StepSpec
@@ -66,8 +66,8 @@ def _bound(prediction: Prediction) -> str:
 
 
 def _format(spec: StepSpec) -> str:
-    slow = slow_format(spec)
-    return f"{slow[0].upper()}{slow[1:]}." if slow else ""
+    found = [*filter(None, [slow_format(spec), not_covered(spec.compared)])]
+    return " ".join(f"{each[0].upper()}{each[1:]}." for each in found)
 
 
 def _fabric(cluster: Cluster, world: int) -> str:

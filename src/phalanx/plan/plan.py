@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
 from phalanx.config.layout import Layout
 from phalanx.cost.prediction import Prediction, predict
 from phalanx.cost.spec import StepSpec
+from phalanx.notebook import ShownInNotebooks
 from phalanx.simulate.step import step_seconds
 
 
@@ -80,8 +82,10 @@ class SpacePoint(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Plan:
+class Plan(ShownInNotebooks):
     """The result of a search."""
+
+    page, height = "phalanx.pictures.plan_page:html", 900
 
     request: StepSpec
     """The model, cluster, batch and framework of the request; its layout has no meaning."""
@@ -104,3 +108,8 @@ class Plan:
     """The reasons for the choice, as sentences."""
     fastest: Candidate | None = None
     """The fastest layout found, whatever it uses."""
+    struck: Mapping[str, str] = field(default_factory=dict)
+    """Layouts that did not fit when they were rehearsed, with the reasons; empty without a rehearsal."""
+
+    def struck_lines(self) -> list[str]:
+        return [f"  {line}: {why}" for line, why in self.struck.items()]

@@ -12,6 +12,8 @@ from phalanx.units import gib
 
 _PLAIN = "{:.3g}".format
 _CHARTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "kl": ("KL divergence from the reference, in nats per token", {"unit": _PLAIN, "robust": True}),
+    "length": ("Tokens per completion", {"unit": _PLAIN, "from_zero": True}),
     "mtp_loss": ("Loss of the modules for further tokens", {"unit": "{:.4f}".format}),
     "reward_margin": ("Margin of the rewards", {"unit": _PLAIN, "robust": True}),
     "lr": ("Learning rate", {"unit": lambda v: f"{v:.1e}" if v else "0", "from_zero": True}),
@@ -42,14 +44,17 @@ def charts(records: Sequence[RunRecord]) -> Iterator[str]:
 
 
 def loss(records: Sequence[RunRecord], *, alone: bool = False) -> Iterator[str]:
-    """Yields the chart of the loss and the validation loss, if there is a loss."""
+    """Yields the chart of the loss and the validation loss, if there is a loss; of rewarded completions, whose loss
+    tells nothing, that of the rewards."""
     lines: list[Curve] = []
     one = len(records) == 1
+    what = "reward" if any(each.metrics.points("reward") for each in records) else "loss"
     for at, each in enumerate(records):
-        lines.append(Curve("loss" if one else each.name, each.metrics.points("loss"), at))
-        name = "validation loss" if one else f"{each.name}, validation"
-        lines.append(Curve(name, _points(each, "validation", "val_loss"), 1 if one else at, dots=True, named=one))
-    title = f"Loss of {records[0].name}" if alone and one else "Loss" if one else "Loss; dots: validation"
+        lines.append(Curve(what if one else each.name, each.metrics.points(what), at))
+        name = f"validation {what}" if one else f"{each.name}, validation"
+        lines.append(Curve(name, _points(each, "validation", f"val_{what}"), 1 if one else at, dots=True, named=one))
+    word = what.capitalize()
+    title = f"{word} of {records[0].name}" if alone and one else word if one else f"{word}; dots: validation"
     yield from drawn(Chart(title, lines, "{:.4f}".format, _PLAIN, marks=_marks(records)), alone=alone)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from phalanx.config.corpora import has_pairs
+from phalanx.config.corpora import compared_in
 from phalanx.config.job import Job
 from phalanx.cost.job_spec import on_known_cluster, rank_spec, step_spec
 from phalanx.cost.prediction import Prediction, predict
@@ -14,6 +14,7 @@ from phalanx.cost.spec import StepSpec
 from phalanx.cost.traffic import step_traffic
 from phalanx.data.settings import vocabulary_size
 from phalanx.errors import PhalanxError
+from phalanx.partition.ramp import ramp_of
 from phalanx.report.run import RunRecord, history, middle, number, numbers_of, traffic_of
 from phalanx.simulate.step import simulate
 from phalanx.simulate.timeline import Timeline
@@ -96,7 +97,7 @@ def rank_traffic(job: Job, spec: StepSpec, conversations: int = 1) -> dict[str, 
         fp8_scaling=train.fp8_scaling,
         stages=stages,
         optimizer=job.optimizer,
-        pairs=has_pairs(job.data),
+        compared=compared_in(job.data),
         conversations=conversations,
     )
 
@@ -145,7 +146,7 @@ def figures(record: RunRecord) -> dict[str, Any]:
     if record.loaded:
         job, padding = record.loaded.job, metrics.values("padding")
         share = 1 - sum(padding) / len(padding) if padding else 1
-        tokens = metrics.last_step * job.train.global_batch * job.model.seq_len * share
+        tokens = ramp_of(job).samples(metrics.last_step) * job.model.seq_len * share
     return {
         "step": metrics.last_step,
         "steps": record.total,

@@ -20,7 +20,7 @@ from phalanx.pictures.elements import short
 from phalanx.pictures.page import bar, bars, figure, figures, html_page, list_of, section, table
 from phalanx.pictures.profile import RankRows, Span, predicted_spans
 from phalanx.report import charts
-from phalanx.report.figures import Expected, predicted_figures, sources_of
+from phalanx.report.figures import Expected, expected, predicted_figures, sources_of
 from phalanx.report.figures import figures as measured_figures
 from phalanx.report.run import RunRecord, history, number, traffic_of
 from phalanx.units import counted, gib
@@ -44,6 +44,11 @@ def html(record: RunRecord, prediction: Expected) -> str:
     return html_page(
         f"Run {record.name}", record.name, subtitle(record), [STYLE_ELEMENT, *body(record, prediction), foot()]
     )
+
+
+def of_run(record: RunRecord) -> str:
+    """Returns the page of one run beside its prediction."""
+    return html(record, expected(record))
 
 
 def foot() -> str:

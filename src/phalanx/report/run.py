@@ -21,11 +21,12 @@ from phalanx.bounded import read_json, read_tail, read_text
 from phalanx.check.load import LoadedJob, load_file
 from phalanx.errors import NotFoundError, PhalanxError
 from phalanx.nearest import no_run
+from phalanx.notebook import ShownInNotebooks
 from phalanx.trackers.tracker import KEPT_ON_REWIND, ReadPosition, Row, read_lines, row_of
 
 COLUMNS = (
     *("loss", "grad_norm", "lr", "step_time_s", "data_wait_s", "tps", "tps_total", "tflops", "mfu", "memory"),
-    *("padding", "mtp_loss", "reward_margin", "reward_accuracy"),
+    *("padding", "mtp_loss", "reward_margin", "reward_accuracy", "reward", "kl", "length"),
 )
 """The figures of a step that are kept."""
 HISTORY = KEPT_ON_REWIND | {"end", "slow_rank"}
@@ -194,8 +195,10 @@ class CheckpointFiles:
 
 
 @dataclass
-class RunRecord:
+class RunRecord(ShownInNotebooks):
     """Everything that the files of a run say."""
+
+    page, height = "phalanx.report.page:of_run", 900
 
     path: Path
     """The run's directory."""

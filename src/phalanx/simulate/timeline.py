@@ -11,6 +11,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from phalanx.notebook import ShownInNotebooks
 from phalanx.schedule import trace
 from phalanx.schedule.schedule import Schedule
 from phalanx.schedule.trace import Arrow, Event, TraceRow
@@ -56,8 +57,10 @@ class TimeShares(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Timeline:
+class Timeline(ShownInNotebooks):
     """A simulated step. A rank is always busy, communicating, waiting for its host, or idle."""
+
+    page, height = "phalanx.pictures.timeline:page", 480
 
     schedule: Schedule
     """The order of passes on each pipeline rank."""

@@ -13,7 +13,7 @@ from phalanx.partition.derived import is_offloaded
 from phalanx.registry import package_code
 from phalanx.techniques.adapters import ADAPTERS
 from phalanx.techniques.compiling import COMPILE
-from phalanx.techniques.loss import LOSS_CHUNK, PREFERENCE
+from phalanx.techniques.loss import LOSS_CHUNK, NOISE, POLICY, PREFERENCE, REWARD, SMOOTHING
 from phalanx.techniques.offload import OFFLOAD
 from phalanx.techniques.precision import PRECISION
 from phalanx.techniques.recompute import RECOMPUTE
@@ -36,6 +36,10 @@ OWN: Mapping[str, Technique] = MappingProxyType(
         "lora": ADAPTERS,
         "loss_chunk": LOSS_CHUNK,
         "preference": PREFERENCE,
+        "policy": POLICY,
+        "reward": REWARD,
+        "label_smoothing": SMOOTHING,
+        "neftune": NOISE,
     }
 )
 """The project's own techniques, in the order in which they compose."""

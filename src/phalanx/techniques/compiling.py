@@ -9,11 +9,10 @@ from phalanx.techniques.technique import Effect, Problem, Technique
 
 
 def compiles(job: Job, device: str = "") -> bool:
-    """Returns whether blocks are compiled on a device, "cpu" or "cuda"; by default, that of the job's cluster."""
+    """Returns whether blocks are compiled on a type of device; by default, on that of the job's cluster."""
     if job.train.compile != "auto":
         return job.train.compile
-    device = device or ("cpu" if job.cluster.device == "cpu" else "cuda")
-    return device == "cuda" and not refusal(job)
+    return (device or job.cluster.device) != "cpu" and not refusal(job)
 
 
 def compile_problems(job: Job) -> Iterator[Problem]:

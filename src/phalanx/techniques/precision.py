@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from phalanx.config.cluster import DEVICE_WORDS
 from phalanx.config.job import Job
 from phalanx.config.precision import FP8_UNITS, SCALED
 from phalanx.nearest import Misfit, multiples
@@ -15,7 +16,7 @@ def _problems(job: Job) -> Iterator[Problem]:
     """Yields what a format cannot be combined with."""
     train, device = job.train, job.cluster.accelerator
     if train.cpu_linear == "onednn" and (
-        train.precision != "fp32" or train.compile is True or job.cluster.device == "cuda"
+        train.precision != "fp32" or train.compile is True or job.cluster.device in DEVICE_WORDS
     ):
         yield "train.cpu_linear", "onednn needs precision fp32 on a CPU, without compile; auto uses it where it can"
     if train.precision != "fp8":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from phalanx.config.cluster import DEVICE_WORDS
 from phalanx.config.fields import get
 from phalanx.config.job import Job
 from phalanx.config.layout import Layout
@@ -86,7 +87,7 @@ def _differs(job: Job) -> Iterator[Problem]:
 
 
 def _threads_differ(job: Job) -> Iterator[Problem]:
-    if job.layout.data_parallel == "threads" and job.cluster.device == "cuda":
+    if job.layout.data_parallel == "threads" and job.cluster.device in DEVICE_WORDS:
         yield "layout.data_parallel", "threads is for CPUs; nearest legal: data_parallel=ddp, or cluster.device=cpu"
 
 

@@ -94,6 +94,8 @@ class Technique:
     update: Lazy | None = None
     """A function of the job that returns one of (shard, values, step): called after every update of a parameter's
     shard, it may change the values that the optimizer wrote."""
+    samples: Lazy | None = None
+    """The class that makes the samples of each step while a run trains (generate/rollouts.py)."""
     layouts: tuple[str, ...] = ()
     """Layouts that `verify` compares with one process: the technique alone, in all its forms."""
     combined: tuple[str, ...] = ()

@@ -29,6 +29,7 @@ from phalanx.data.prepare import prepare
 from phalanx.data.tokenizer import Tokenizer
 from phalanx.errors import DataError, JobError, RunError
 from phalanx.launch.ranks import Ranks
+from phalanx.partition.ramp import ramp_of
 from phalanx.train.run_directory import RunDirectory, extension_facts, job_facts, source_digest
 
 log = logging.getLogger(__name__)
@@ -131,8 +132,10 @@ def program_facts(device: torch.device) -> dict[str, Any]:
             "processor capability": torch.backends.cpu.get_cpu_capability(),
         }
     return facts | {
-        "accelerator": torch.cuda.get_device_name(device),
+        "accelerator": torch.get_device_module(device).get_device_name(device),
         "CUDA version": torch.version.cuda,
+        "ROCm version": torch.version.hip,
+        "XPU version": torch.version.xpu,
         "NCCL version": list(nccl.version()) if dist.is_nccl_available() else None,
         "cuDNN": [torch.backends.cudnn.version(), torch.backends.cudnn.benchmark, torch.backends.cudnn.allow_tf32],
         "rounding variables": {name: os.environ.get(name) for name in ROUNDING_VARIABLES},
@@ -298,9 +301,9 @@ def open_data(job: Job, directory: RunDirectory, ranks: Ranks) -> tuple[ShardDat
 
     def opened(split: str) -> ShardData:
         of_split = {folder: samples.get(split, ()) for folder, samples in damaged.items()}
-        return open_split(shards, split, job.model.seq_len, job.data, of_split)
+        return open_split(shards, split, job.model.seq_len, job.data, of_split, scored=job.model.reward)
 
     train = opened("train")
-    if problems := train.epoch_problems(job.train.steps * job.train.global_batch):
+    if problems := train.epoch_problems(ramp_of(job).samples(job.train.steps)):
         raise JobError(problems)
     return train, opened("val") if job.train.eval_samples else None

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.errors import NotFiniteError
+from phalanx.partition.ramp import Ramp
 from phalanx.train.state import TrainState
 from phalanx.train.step import Step
 
@@ -57,8 +58,8 @@ class Callback:
 class NotFiniteAdvice(Callback):
     """Adds advice to the error about a loss or a gradient that is not finite."""
 
-    def __init__(self, state: TrainState, global_batch: int, checkpoints: Path):
-        self.state, self.global_batch, self.checkpoints = state, global_batch, checkpoints
+    def __init__(self, state: TrainState, ramp: Ramp, checkpoints: Path):
+        self.state, self.ramp, self.checkpoints = state, ramp, checkpoints
 
     def around(self, steps: Steps, done: int) -> Steps:
         try:
@@ -66,7 +67,8 @@ class NotFiniteAdvice(Callback):
         except NotFiniteError as error:
             first, samples = self.state.samples, ""
             if self.state.stepper.job.layout.is_synchronous:
-                samples = f" (samples {first} to {first + self.global_batch - 1})"
+                last = first + self.ramp.at(self.state.step).batch.global_batch - 1
+                samples = f" (samples {first} to {last})"
             raise NotFiniteError(
                 f"{error}{samples}. The optimizer did not apply it, and checkpoints in {self.checkpoints} are older; a "
                 "lower optimizer.lr, a longer optimizer.warmup_steps or train.precision=fp32 usually helps"

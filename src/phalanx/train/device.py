@@ -18,12 +18,13 @@ from phalanx.comm import blocking
 from phalanx.comm.agree import on_rank_zero
 from phalanx.config import clusters
 from phalanx.config.calibration import assess, relative_spread
-from phalanx.config.cluster import Cluster, with_processes
+from phalanx.config.cluster import DEVICE_WORDS, Cluster, no_device, with_processes
 from phalanx.config.clusters import device_reported_as
 from phalanx.config.job import Job
 from phalanx.config.precision import HALF
 from phalanx.cost.kernels import peak_flops as data_sheet_peak
 from phalanx.errors import JobError, RunError
+from phalanx.launch.accelerators import accelerators
 from phalanx.parallel.linear import linear, onednn_is_faster
 from phalanx.parallel.precision import DTYPES as PRECISIONS
 
@@ -41,19 +42,19 @@ _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # malloc.h
 def choose(wanted: str, local_rank: int | None) -> torch.device:
     """Returns the device of a rank. Raises RunError if the job asks for one that does not exist, or if the rank does
     not know its place on its node and so not which one is its own."""
-    if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
-        return torch.device("cpu")
-    count = torch.cuda.device_count()
+    kind, count = accelerators(wanted)
+    if not count and wanted in DEVICE_WORDS:
+        raise RunError(no_device(wanted))
     if not count:
-        raise RunError(f"cluster.device is {wanted}, but this machine has {count} CUDA devices; use cluster.device=cpu")
+        return torch.device("cpu")
     if local_rank is None:
         raise RunError(
             "the launcher does not say which rank of its node this is: start it with torchrun, srun or mpiexec"
         )
     if local_rank >= count:
         raise RunError(f"rank {local_rank} of this node has no device: the node has {count}, one process each")
-    torch.cuda.set_device(local_rank)
-    return torch.device("cuda", local_rank)
+    torch.accelerator.set_device_index(local_rank)
+    return torch.device(kind, local_rank)
 
 
 def threads_for(wanted: int, processes_on_node: int) -> int:
@@ -79,27 +80,28 @@ def keep_freed_memory() -> None:
 
 
 def data_sheet_flops(device: torch.device, dtype: torch.dtype) -> float:
-    """Returns the data sheet's FLOP/s of a CUDA or ROCm device, 0 if it or the precision is not in the table."""
+    """Returns the data sheet's FLOP/s of an accelerator, 0 if it or the precision is not in the table."""
     known = device_reported_as(*reported(device))
     return data_sheet_peak(known, DTYPES[dtype]) if known and dtype in DTYPES else 0.0
 
 
 def reported(device: torch.device) -> tuple[str, float]:
     """Returns the driver's name of a device, and its memory in GiB."""
-    return torch.cuda.get_device_name(device), torch.cuda.get_device_properties(device).total_memory / 2**30
+    facts = torch.get_device_module(device)
+    return facts.get_device_name(device), facts.get_device_properties(device).total_memory / 2**30
 
 
 def memory_limit(device: torch.device, processes_on_node: int) -> int:
     """Returns the bytes that this rank can have: its accelerator's, or its share of the machine's."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_properties(device).total_memory
+    if device.type != "cpu":
+        return torch.get_device_module(device).get_device_properties(device).total_memory
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // max(1, processes_on_node)
 
 
 def peak_memory(device: torch.device) -> int:
     """Returns this rank's peak memory so far in bytes: allocated on an accelerator, resident in a CPU process."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
+    if device.type != "cpu":
+        return torch.get_device_module(device).max_memory_allocated(device)
     import resource
 
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
@@ -144,7 +146,7 @@ def peak_flops(cluster: Cluster, device: torch.device, dtype: torch.dtype, proce
     """
     if cluster.peak_tflops:
         return Peak(cluster.peak_tflops * 1e12, "the job's cluster.peak_tflops")
-    if device.type == "cuda":
+    if device.type != "cpu":
         name, gib = reported(device)
         if known := data_sheet_flops(device, dtype):
             return Peak(known, f"data sheet of {name}")

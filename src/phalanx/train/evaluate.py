@@ -25,7 +25,7 @@ from phalanx.launch.watchdog import heartbeat
 from phalanx.launch.watchdog.heartbeat import Phase
 from phalanx.parallel.data import Replica
 from phalanx.parallel.mesh import Mesh
-from phalanx.parallel.objective import MicroTensors, PairFacts
+from phalanx.parallel.objective import MicroTensors, PairFacts, PairLoss
 from phalanx.partition import derived as batch
 from phalanx.train.callbacks import Callback, Done
 from phalanx.train.requests import Milestones, StopRequest
@@ -41,10 +41,23 @@ class Validation:
     """The result of a validation."""
 
     loss: float
-    """Mean per valid token, in nats, or per preference pair; over the sources of a mixture by their weights."""
+    """Mean per valid token, in nats, or per preference pair; over the sources of a mixture by their weights. Of
+    completions minus the mean reward: the lowest is the best."""
     sources: dict[str, float]
     """The loss of each source of a mixture, by path."""
-    pairs: PairFacts | None
+    facts: PairFacts | RewardFacts | None
+
+
+@dataclass(frozen=True)
+class RewardFacts:
+    """Means over the likeliest completions of validation prompts, with the names they have in metrics.jsonl."""
+
+    reward: float
+    length: float
+    """Tokens per completion."""
+
+
+Validate = Callable[[Stepper, ShardData, int, Callable[[], bool]], Validation | None]
 
 
 class Validator(Callback):
@@ -57,8 +70,10 @@ class Validator(Callback):
         milestones: Milestones,
         stop: StopRequest,
         record: Callable[[int, Validation, float], None],
+        validate: Validate,
     ):
         self.state, self.data, self.milestones, self.stop, self.record = state, data, milestones, stop, record
+        self.validate = validate
 
     def after_step(self, done: Done) -> None:
         if self.data is None or done.stops or not self.milestones.validates(done.number):
@@ -66,7 +81,7 @@ class Validator(Callback):
         stepper, began = self.state.stepper, time.perf_counter()
         with heartbeat.within(Phase.VALIDATION):
             with stepper.mesh.ledger.untracked():
-                found = validate(stepper, self.data, done.number, lambda: self.stop.requested)
+                found = self.validate(stepper, self.data, done.number, lambda: self.stop.requested)
             if found is None:  # a request to stop came meanwhile
                 done.stops = True
                 return
@@ -124,7 +139,7 @@ def validation_loss(
 
 def pair_facts(replica: Replica, mesh: Mesh, device: torch.device) -> PairFacts | None:
     """Returns the facts of the preference pairs that a validation has seen; None of other data. A collective."""
-    if (pairs := replica.objective.pairs) is None:
+    if not isinstance(pairs := replica.objective.compared, PairLoss):
         return None
     sums = pairs.take(torch.zeros((), device=device)) * mesh.owns_loss
     mesh.axis("world").all_reduce(sums).wait()
@@ -151,7 +166,7 @@ def refer(
 
     Raises StoppedError if a request to stop comes while they are computed, RunError if they cannot be written."""
     job = stepper.job
-    if not has_pairs(job.data):
+    if not has_pairs(job.data) or job.model.reward:
         return False
     pairs = [data for data in splits if data is not None]
     identity = {"data": fingerprint, "seed": job.train.seed, "model": repr(job.model)}
@@ -206,8 +221,8 @@ class _Reference:
     def _computed(self, data: ShardData) -> np.ndarray:
         """Returns the log-probability of every sample of a split, (sample_count,), on every rank."""
         stepper, mesh = self.stepper, self.stepper.mesh
-        pairs = stepper.replica.objective.pairs
-        assert pairs is not None, "the job has pairs"
+        pairs = stepper.replica.objective.compared
+        assert isinstance(pairs, PairLoss), "the job has pairs"
         values = torch.zeros(data.sample_count, dtype=torch.float64, device=stepper.device)
         mine = mesh.owns_loss and mesh.coordinates["cp"] == 0
         world = mesh.axis("world")

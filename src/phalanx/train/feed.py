@@ -10,6 +10,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,7 +24,7 @@ from phalanx.launch.process_group import new_group
 from phalanx.launch.watchdog import heartbeat
 from phalanx.launch.watchdog.heartbeat import Phase
 from phalanx.parallel.mesh import Mesh, data_rank, place
-from phalanx.partition.derived import Batch
+from phalanx.partition.ramp import Ramp
 from phalanx.train.metrics import Meter
 
 _POLL_S = 0.2
@@ -110,7 +111,7 @@ class Feed:
         self,
         job: Job,
         data: ShardData,
-        batch: Batch,
+        ramp: Ramp,
         mesh: Mesh,
         meter: Meter,
         *,
@@ -118,9 +119,10 @@ class Feed:
         first_sample: int,
         readers: DataReaders,
     ):
-        self.job, self.data, self.batch, self.mesh, self.meter = job, data, batch, mesh, meter
+        self.job, self.data, self.ramp, self.mesh, self.meter = job, data, ramp, mesh, meter
+        self.batch = ramp.phases[-1].batch
         self.first_step, self.first_sample = first_step, first_sample
-        self.readers = readers
+        self.steps_read, self.readers = first_step, readers
         self.streams: dict[int, Batches] = {}
         """By data rank: the steps that this rank reads, its own and those of its followers."""
         self.next: list[MicroBatch] | None = None
@@ -137,15 +139,16 @@ class Feed:
 
     def samples(self, done: int) -> range:
         """Returns the samples of the global batch of the step after `done` steps."""
-        first = self.first_sample + (done - self.first_step) * self.batch.global_batch
-        return range(first, first + self.batch.global_batch)
+        first = self.first_sample + self.ramp.samples(done) - self.ramp.samples(self.first_step)
+        return range(first, first + self.ramp.at(done).batch.global_batch)
 
     def tokens(self, done: int) -> int:
         """Returns the valid tokens of the global batch of the step after `done` steps. For an independent replica they
         are its own part's, times the replicas: it takes its part for an equal one."""
         replicas = self.job.layout.independent_replicas
         if replicas == 1:
-            return self._valid(self.samples(done).start, self.batch.global_batch)
+            samples = self.samples(done)
+            return self._valid(samples.start, len(samples))
         return replicas * self.share_tokens(done * replicas + self.mesh.coordinates[self.job.layout.replica_axis])
 
     def share_tokens(self, chunk: int) -> int:
@@ -172,15 +175,16 @@ class Feed:
         return self.take() or None  # the reader may have given up
 
     def blank(self) -> list[MicroBatch]:
-        """Returns micro-batches of the right shapes without data, for a step that will be dropped."""
-        shape = self.batch.micro_batch, self.job.model.seq_len
+        """Returns micro-batches of the right shapes without data, for a next step that will be dropped."""
+        phase = self.ramp.at(self.steps_read)
+        shape = phase.batch.micro_batch, self.job.model.seq_len
         zeros = np.zeros(shape, dtype=np.int64)
         documents = zeros if self.job.data.document_mask else None
         reference = np.full(shape[0], np.nan) if has_pairs(self.job.data) else None
         micro = MicroBatch(zeros, zeros, np.full(shape[0], -1), documents, reference)
         if most := self.data.most_conversations:
             micro = replace(micro, conversations=zeros, most_conversations=most)
-        return [micro] * (self.batch.global_batch // (self.mesh.data_ranks * shape[0]))
+        return [micro.cut(phase.parts)] * phase.batch.accumulation
 
     def peek(self) -> list[MicroBatch]:
         """Reads the same as `take`, which then returns these micro-batches once more."""
@@ -189,6 +193,7 @@ class Feed:
         with heartbeat.within(Phase.DATA):
             began = time.perf_counter()
             self.next = self._read()
+            self.steps_read += 1
             self.meter.waited += time.perf_counter() - began
         return self.next
 
@@ -236,14 +241,15 @@ class Feed:
                     *(self.first_sample, self.batch.global_batch, data, self.mesh.data_ranks),
                     prefetch=self.job.data.prefetch,
                     replicas=self.job.layout.independent_replicas,
+                    ramp=self.ramp,
                 )
                 for data in sorted({self.mesh.data_rank, *self.readers.followers})
             }
         return self.streams
 
-    def _open(self, first: int, samples: int, rank: int, ranks: int, *, prefetch: int, replicas: int = 1) -> Batches:
-        """Opens the `rank`-th of `ranks` equal parts of `samples` samples per step, from sample `first` on, of which
-        independent `replicas` take a part each."""
+    def _open(self, first: int, samples: int, rank: int, ranks: int, *, prefetch: int, **more: Any) -> Batches:
+        """Opens the `rank`-th of `ranks` equal parts of `samples` samples per step, from sample `first` on; `more` are
+        arguments of `Batches`."""
         return Batches(
             self.data,
             global_batch=samples,
@@ -253,5 +259,6 @@ class Feed:
             seed=self.job.train.seed,
             first_sample=first,
             prefetch=prefetch,
-            replicas=replicas,
+            first_step=self.first_step,
+            **more,
         )

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 
 from phalanx.config.job import Job, Optimizer
-from phalanx.partition.derived import solve
+from phalanx.partition.ramp import ramp_of
 
 
 def peak(optimizer: Optimizer, global_batch: int) -> float:
@@ -83,7 +83,7 @@ def resumed_end(job: Job, then: Job, step: int, saved: int | None) -> ScheduleEn
 
 
 def _rate(job: Job, step: int, end: int) -> float:
-    return at_step(step, job.optimizer, end, solve(job.train.global_batch, job.layout).global_batch)
+    return at_step(step, job.optimizer, end, ramp_of(job).at(step).batch.global_batch)
 
 
 def _equal(one: float, other: float) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,13 +17,14 @@ from phalanx.launch.ranks import Ranks
 from phalanx.launch.watchdog import heartbeat
 from phalanx.launch.watchdog.heartbeat import Phase
 from phalanx.parallel import mesh as meshes
-from phalanx.partition import derived as batch_equation
+from phalanx.partition.ramp import ramp_of
+from phalanx.techniques.catalogue import TECHNIQUES, techniques_of
 from phalanx.train import device as devices
 from phalanx.train import learning_rate, start
 from phalanx.train.agreement import agree_on_job, open_data
 from phalanx.train.callbacks import Callback, Done, NotFiniteAdvice
 from phalanx.train.drivers import UNKNOWN, StepDriver, driver_of
-from phalanx.train.evaluate import Validator, refer
+from phalanx.train.evaluate import Validator, refer, validate
 from phalanx.train.feed import DataReaders, Feed
 from phalanx.train.guard import Guard, Rewind, guard_of
 from phalanx.train.metrics import ExpertLoads, Meter, Recorder
@@ -32,6 +34,7 @@ from phalanx.train.run_directory import RunDirectory
 from phalanx.train.saving import Checkpoints, Saving
 from phalanx.train.state import TrainState
 from phalanx.train.step import Stepper
+from phalanx.train.telemetry import GpuTelemetry
 
 log = logging.getLogger(__name__)
 
@@ -43,13 +46,13 @@ class Trainer:
         self.job, self.ranks, self.device, self.stop = job, ranks, device, stop
         agree_on_job(job, device)
         self.directory = RunDirectory.of(job)
-        self.batch = batch_equation.solve(job.train.global_batch, job.layout)
+        self.ramp = ramp_of(job)
         self.mesh = meshes.build(job.layout, device.type)
         self.train_data, self.val_data = open_data(job, self.directory, ranks)
         index = self.train_data.index
         on_rank_zero(lambda: start.keep_tokenizer(job, self.train_data, self.directory))
         vocab_size = on_rank_zero(lambda: start.vocabulary_of(job, self.directory, index.vocab_size))
-        start.log_start(job, device, self.batch, self.train_data, vocab_size)
+        start.log_start(job, device, self.ramp.phases[-1].batch, self.train_data, vocab_size)
         self.stepper = Stepper(job, self.mesh, device, vocab_size)
         self.state = TrainState(self.stepper, index.fingerprint, vocab_size)
         self.milestones = Milestones.of(job)
@@ -57,7 +60,12 @@ class Trainer:
         self.saving = Saving(self.state, self.directory.checkpoints, stop)
         self.resume = start.Resume(job, ranks, self.directory)
         splits = [self.train_data, self.val_data]
+        makes = [name for name, each in techniques_of(job).items() if each.samples and each.is_on(job)]
+        self.rollouts = None
+        if makes:  # samples of its own instead of the data's
+            self.rollouts = TECHNIQUES.code(makes[0], "samples")(self.stepper, self.train_data, self.directory)
         started = refer(self.stepper, self.directory, index.fingerprint, splits, stop, self._start)
+        started |= bool(self.rollouts and self.rollouts.refer(self._start))
         if not self._resume() and not started:
             self._start()
         self.profile = StepProfile(self.stepper, self.directory, ranks.rank, self.state.step)
@@ -71,18 +79,20 @@ class Trainer:
         state, last, began = self.state, self.milestones.last, time.perf_counter()
         self.save_timer.restart()
         self.mesh.ledger.clear()
-        with self._recorder() as recorder, self.saving:
+        with self._recorder() as recorder, self._telemetry(recorder) as telemetry, self.saving:
             self._record_start(recorder)
             self.profile.pause = recorder.meter.pause
+            validates = self.rollouts.validate if self.rollouts else validate
             guard = guard_of(self.stepper, state.history, recorder.guard)
             callbacks: list[Callback] = [
                 self.saving,
                 recorder,
                 ExpertLoads(self.stepper, recorder, self.directory),
-                Validator(state, self.val_data, self.milestones, self.stop, recorder.validation),
+                Validator(state, self.val_data, self.milestones, self.stop, recorder.validation, validates),
                 Checkpoints(self.saving, self.milestones, self.save_timer, recorder, guard),
-                NotFiniteAdvice(state, self.batch.global_batch, self.directory.checkpoints),
+                NotFiniteAdvice(state, self.ramp, self.directory.checkpoints),
                 self.profile,
+                telemetry,
             ]
             while True:
                 for callback in callbacks:
@@ -112,8 +122,12 @@ class Trainer:
         """Trains from the current state. Returns the last step and its driver."""
         state, last = self.state, self.milestones.last
         done = Done(state.step, UNKNOWN, last=True, stops=False)
-        with Feed(
-            *(self.job, self.train_data, self.batch, self.mesh, recorder.meter),
+        rollouts, requests, record = self.rollouts, self.requests, recorder.step
+        if rollouts:
+            requests = partial(rollouts.requests, self.requests, lambda: state.step)
+            record = partial(rollouts.record, recorder.step)
+        with (rollouts.feed if rollouts else Feed)(
+            *(self.job, self.train_data, self.ramp, self.mesh, recorder.meter),
             first_step=state.step,
             first_sample=state.samples,
             readers=self.readers,
@@ -122,9 +136,9 @@ class Trainer:
                 stepper=self.stepper,
                 feed=feed,
                 milestones=self.milestones,
-                requests=self.requests,
+                requests=requests,
                 lr=self._lr,
-                record=recorder.step,
+                record=record,
                 first=state.step,
                 guard=guard,
             )
@@ -134,7 +148,7 @@ class Trainer:
             for callback in callbacks:
                 steps = callback.around(steps, state.step)
             for number, step in steps:
-                state.advance(number, self.batch.global_batch)
+                state.advance(number, self.ramp)
                 heartbeat.steps_done(number)
                 done = Done(number, step, last=number == last, stops=step.requests.stop)
                 for callback in callbacks:
@@ -149,7 +163,8 @@ class Trainer:
         return Requests(stop=self.stop.requested, save=self.save_timer.due)
 
     def _lr(self, step: int) -> float:
-        return learning_rate.at_step(step, self.job.optimizer, self.state.schedule_end.step, self.batch.global_batch)
+        size = self.ramp.at(step).batch.global_batch
+        return learning_rate.at_step(step, self.job.optimizer, self.state.schedule_end.step, size)
 
     def _rewind(self, rewind: Rewind) -> None:
         """Goes back to the newest checkpoint, or without one to the beginning."""
@@ -179,13 +194,16 @@ class Trainer:
 
     def _recorder(self) -> Recorder:
         """Returns the rank's recorder: it writes metrics.jsonl on rank 0, nothing on the others."""
-        meter = Meter.of(self.job, self.batch.global_batch, self.state.vocab_size, self.peak.flops)
+        meter = Meter.of(self.job, self.state.vocab_size, self.peak.flops)
         path = self.directory.metrics if self.ranks.rank == 0 else None
         return Recorder(path, meter, self.milestones, self.stepper, self._source_tokens)
 
+    def _telemetry(self, recorder: Recorder) -> GpuTelemetry:
+        return GpuTelemetry.of(recorder, self.device, self.ranks.rank, self.ranks.local_world or 1)
+
     def _source_tokens(self, step: int) -> dict[str, int]:
         """Returns the tokens of each source of a mixture that `step` steps have trained on."""
-        later = (step - self.state.step) * self.batch.global_batch
+        later = self.ramp.samples(step) - self.ramp.samples(self.state.step)
         return self.train_data.source_tokens(self.state.samples + later, self.job.train.seed)
 
     def _record_start(self, recorder: Recorder) -> None:
@@ -198,13 +216,18 @@ class Trainer:
         recorder.rows.write("start", step=self.state.step, layout=layout.line(), **facts)
 
     def _summary(self, loss: float, elapsed: float) -> dict[str, Any]:
+        val_loss = self.state.val_loss
+        rewarded = {} if self.rollouts is None or val_loss is None else {"val_reward": -val_loss}
         steps = self.state.step - self.first_step  # none if the checkpoint was that of the last step
         return {
             "run": str(self.directory.path),
             "step": self.state.step,
             "loss": None if math.isnan(loss) else loss,  # a run that ended with its last checkpoint may take no step
-            "val_loss": self.state.val_loss,
-            "tokens": self.train_data.used_positions(0, self.state.samples, self.job.train.seed),
+            "val_loss": val_loss,
+            **rewarded,
+            "tokens": self.rollouts.all_used
+            if self.rollouts
+            else self.train_data.used_positions(0, self.state.samples, self.job.train.seed),
             "positions": self.state.samples * self.job.model.seq_len,
             "seconds": elapsed,
             "traffic_bytes": self.mesh.ledger.traffic(steps) if steps else {},

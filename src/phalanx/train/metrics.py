@@ -7,8 +7,8 @@ import logging
 import math
 import os
 import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -25,6 +25,7 @@ from phalanx.echo import shortened
 from phalanx.errors import DataError
 from phalanx.launch.ranks import RESTARTED
 from phalanx.launch.watchdog import heartbeat
+from phalanx.partition.ramp import RampPhase, ramp_of
 from phalanx.pictures import experts as experts_picture
 from phalanx.train import device as devices
 from phalanx.train.callbacks import Callback, Done
@@ -52,43 +53,52 @@ class Meter:
     waited: float = 0.0
     """Seconds of this step spent waiting for data."""
     began: float = field(default_factory=time.perf_counter)
-    unshown: list[tuple[float, float]] = field(default_factory=list)
-    """Seconds of each step since the last line, and the share of its positions that are tokens."""
+    unshown: list[tuple[float, ...]] = field(default_factory=list)
+    """Seconds, positions, tokens and FLOPs of each step since the last line."""
     tokens_of: Callable[[int], int] | None = None
     """Returns the tokens of a step, counted from 1; None if there is no padding."""
+    size_of: Callable[[int], tuple[float, float]] | None = None
+    """Returns the positions and FLOPs of a step, counted from 1; None if they are those of every step."""
 
     @classmethod
-    def of(cls, job: Job, samples: int, vocab_size: int, peak_flops: float) -> Meter:
-        """Returns the meter of a job's steps, each of `samples` samples."""
-        devices = job.layout.processes  # replicas of data_parallel=threads share one, and its peak
-        flops = train_flops_per_step(job.model, samples, vocab_size) / devices
-        return cls(samples * job.model.seq_len, flops, peak_flops, devices)
+    def of(cls, job: Job, vocab_size: int, peak_flops: float) -> Meter:
+        """Returns the meter of a job's steps."""
+        devices, ramp = job.layout.processes, ramp_of(job)  # replicas of data_parallel=threads share one, and its peak
+        sizes = dict[RampPhase, tuple[int, float]]()
+        for phase in ramp.phases:
+            samples, seq_len = phase.batch.global_batch, job.model.seq_len
+            model = replace(job.model, seq_len=seq_len // phase.parts)
+            flops = train_flops_per_step(model, samples * phase.parts, vocab_size) / devices
+            sizes[phase] = samples * seq_len, flops
+        size_of = (lambda step: sizes[ramp.at(step - 1)]) if len(sizes) > 1 else None
+        return cls(*sizes[ramp.phases[-1]], peak_flops, devices, size_of=size_of)
 
     def step(self, number: int) -> dict[str, float]:
         """Ends step `number`: returns its time and throughput."""
         now = time.perf_counter()
         seconds, waited = now - self.began, self.waited
         self.began, self.waited = now, 0.0
-        share = 1.0 if self.tokens_of is None else self.tokens_of(number) / self.positions_per_step
-        self.unshown.append((seconds, share))
-        return {"step_time_s": seconds, "data_wait_s": waited, **self._throughput(seconds, share)}
+        positions, flops = self.size_of(number) if self.size_of else (self.positions_per_step, self.flops_per_step)
+        tokens = positions if self.tokens_of is None else self.tokens_of(number)
+        self.unshown.append((seconds, positions, tokens, flops * tokens / positions))
+        return {"step_time_s": seconds, "data_wait_s": waited, **self._throughput(*self.unshown[-1])}
 
     def since_shown(self) -> dict[str, float]:
         """Returns the throughput over the steps since the last call, for a line that covers all of them."""
-        seconds, shares = (sum(values) / len(self.unshown) for values in zip(*self.unshown, strict=True))
+        sums = [sum(values) for values in zip(*self.unshown, strict=True)]
         self.unshown.clear()
-        return self._throughput(seconds, shares)
+        return self._throughput(*sums)
 
     def pause(self, seconds: float) -> None:
         """Excludes time that was not training (a validation, a checkpoint)."""
         self.began += seconds
 
-    def _throughput(self, seconds: float, share: float) -> dict[str, float]:
-        total, flops = share * self.positions_per_step / seconds, share * self.flops_per_step / seconds
-        found = {"tps": total / self.devices, "tps_total": total, "tflops": flops / 1e12}
+    def _throughput(self, seconds: float, positions: float, tokens: float, flops: float) -> dict[str, float]:
+        total, rate = tokens / seconds, flops / seconds
+        found = {"tps": total / self.devices, "tps_total": total, "tflops": rate / 1e12}
         if self.peak_flops:
-            found["mfu"] = flops / self.peak_flops
-        return found if self.tokens_of is None else {**found, "padding": 1 - share}
+            found["mfu"] = rate / self.peak_flops
+        return found if self.tokens_of is None else {**found, "padding": 1 - tokens / positions}
 
 
 class MetricsFile:
@@ -123,23 +133,38 @@ def line(row: dict[str, float], memory: int) -> str:
     12.3GiB
 
     Of modules for further tokens, the mean of their losses stands after the loss; of preference pairs, margin and
-    accuracy of the rewards stand before `tps`; of conversations, the share of the positions that are padding, which no
-    figure counts.
+    accuracy of the rewards stand before `tps`, of completions what `rewards` shows; of conversations, the share of the
+    positions that are padding, which no figure counts.
     """
-    pairs, value = "", row["tflops"]
+    value = row["tflops"]
     tflops = f"{value:.0f}" if value >= 100 else f"{value:#.3g}".rstrip(".")  # 163, 1.23, 0.0519
-    if "reward_margin" in row:
-        pairs = f"margin: {row['reward_margin']:.3f}  accuracy: {row['reward_accuracy']:.1%}  "
     mtp = f"mtp_loss: {row['mtp_loss']:.4f}  " if "mtp_loss" in row else ""
     mfu = f"mfu: {row['mfu']:.1%}  " if "mfu" in row else ""
     padding = f"padding: {row['padding']:.1%}  " if "padding" in row else ""
     return (
         f"step: {row['step']:.0f}  loss: {row['loss']:.4f}  {mtp}grad_norm: {row['grad_norm']:.2f}  "
         f"lr: {row['lr']:.1e}  "
-        f"{pairs}{padding}"
+        f"{rewards(row)}{padding}"
         f"tps: {row['tps']:,.0f}  tps_total: {row['tps_total']:,.0f}  tflops: {tflops}  "
         f"{mfu}memory: {gib(memory)}"
     )
+
+
+def rewards(row: Mapping[str, float], split: str = "") -> str:
+    """Returns the part of a log line about rewards, from a step's or, with the prefix `split`, a validation's facts."""
+    shown = {
+        "reward_margin": "margin: {:.3f}",
+        "reward_accuracy": "accuracy: {:.1%}",
+        "reward": f"{split}reward: {{:.3f}}",
+        "reward_std": "std: {:.3f}",
+        "zero_variance": "zero_variance: {:.0%}",
+        "kl": "kl: {:.4f}",
+        "clip_fraction": "clip: {:.1%}",
+        "entropy": "entropy: {:.3f}",
+        "length": "length: {:.1f}",
+        "gap": "gap: {:.1e}",
+    }
+    return "".join(f"{text.format(row[split + name])}  " for name, text in shown.items() if split + name in row)
 
 
 class Recorder(Callback):
@@ -211,13 +236,16 @@ class Recorder(Callback):
     def validation(self, step: int, found: Validation, seconds: float) -> None:
         """Records a validation after step `step`. Its time is not training."""
         self.meter.pause(seconds)
-        pairs = found.pairs
-        facts: dict[str, Any] = {f"val_{name}": value for name, value in asdict(pairs).items()} if pairs else {}
+        facts: dict[str, Any] = (
+            {f"val_{name}": value for name, value in asdict(found.facts).items()} if found.facts else {}
+        )
+        rewarded = "val_reward" in facts  # there is no loss of completions beside their rewards
+        shown = ("" if rewarded else f"val_loss: {found.loss:.4f}  ") + rewards(facts, "val_")
         facts |= {"source_losses": found.sources} if found.sources else {}
-        self.rows.write("validation", step=step, val_loss=found.loss, **facts, seconds=seconds)
-        shown = f"margin: {pairs.reward_margin:.3f}  accuracy: {pairs.reward_accuracy:.1%}  " if pairs else ""
+        facts |= {} if rewarded else {"val_loss": found.loss}
+        self.rows.write("validation", step=step, **facts, seconds=seconds)
         shown += "".join(f"{path}: {loss:.4f}  " for path, loss in found.sources.items())
-        log.info("step: %d  val_loss: %.4f  %s(%s)", step, found.loss, shown, as_time(seconds))
+        log.info("step: %d  %s(%s)", step, shown, as_time(seconds))
 
     def guard(self, step: int, text: str, values: dict[str, Any]) -> None:
         """Records what the guard found in step `step`, and what it did."""

@@ -256,7 +256,7 @@ def square_sum(tensors: Sequence[Tensor]) -> Tensor:
     if not tensors:
         return torch.zeros((), dtype=torch.float64)
     wide = torch.promote_types(tensors[0].dtype, torch.float32)
-    if tensors[0].is_cuda:
+    if not tensors[0].is_cpu:
         norms = torch.ops.aten._foreach_norm.Scalar(list(tensors), 2, dtype=wide)
     else:
         split = [t.split(CHUNK["cpu"]) if t.dtype != wide else [t] for t in (t.detach().reshape(-1) for t in tensors)]

@@ -19,6 +19,7 @@ from phalanx.launch.watchdog import heartbeat
 from phalanx.launch.watchdog.heartbeat import Phase
 from phalanx.model.attention_blocks import ordered_kernels
 from phalanx.parallel.offload import device_budget
+from phalanx.trackers.endpoint import MetricsEndpoint
 from phalanx.trackers.processes import Trackers
 from phalanx.train import device as devices
 from phalanx.train.loop import Trainer
@@ -60,7 +61,10 @@ def train(job: Job, ranks: Ranks, log_file: Path | None, store: Store | None = N
         trackers if job.run.trackers and not ranks.rank else nullcontext(),
         process_group(ranks, device=device, timeout_s=job.run.timeout_s, store=store),
         ordered_kernels(device),
+        MetricsEndpoint(job, run) as endpoint,
     ):
+        if job.run.metrics_port:
+            on_rank_zero(endpoint.listen)
         logs = on_rank_zero(lambda: str(log_file.parents[1]) if log_file else "")  # or the error of `refuse`
         copy = log_file_of(Path(logs), ranks) if logs and not log_file else None
         with copied_to(copy), error_copied_to(copy), device_budget(job.run.device_budget_mib) as peaks:

@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import FrameType
 
+from phalanx.config.corpora import has_prompts
 from phalanx.config.job import Job
 from phalanx.launch.local import SAME_REQUEST_S, grace_left
 
@@ -180,10 +181,13 @@ class Milestones:
     log_every: int
     eval_every: int
     save_every: int
+    generates: bool = False
+    """Whether the model generates its own samples, with the weights of each step."""
 
     @classmethod
     def of(cls, job: Job) -> Milestones:
-        return cls(job.train.steps, job.train.log_every, job.train.eval_every, job.checkpoint.every)
+        train = job.train
+        return cls(train.steps, train.log_every, train.eval_every, job.checkpoint.every, has_prompts(job.data))
 
     def shows(self, step: int) -> bool:
         return step == 1 or is_due(step, self.log_every)
@@ -196,7 +200,7 @@ class Milestones:
 
     def needs_weights(self, step: int) -> bool:
         """Returns whether the weights after step `step` are needed on all ranks, for a validation or a checkpoint."""
-        return self.validates(step) or self.saves(step)
+        return self.generates or self.validates(step) or self.saves(step)
 
     def next_needing_weights(self, done: int) -> int:
         """Returns the first step after step `done` for which `needs_weights` holds."""

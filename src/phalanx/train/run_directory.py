@@ -390,7 +390,7 @@ REFERENCE = "reference.safetensors"
 
 ENTRIES = (
     *("config.yaml", "command.txt", "env.json", "metrics.jsonl", "logs", "checkpoints", "latest"),
-    *("tokenizer.json", *TEMPLATE_FILES, KEPT, REFERENCE, "experts.svg", "traces", "trackers", LOCK),
+    *("tokenizer.json", *TEMPLATE_FILES, KEPT, REFERENCE, "reference.json", "experts.svg", "traces", "trackers", LOCK),
     *("report.html", "loss.svg"),
 )
 """Names that a run writes in its directory. None of them may be a link."""

@@ -34,9 +34,9 @@ from phalanx.config.hugging_face import config_json
 from phalanx.config.job import Job
 from phalanx.config.model import ModelConfig
 from phalanx.config.presets import states_no_rows
-from phalanx.data.conversations import ConversationData
 from phalanx.data.files import write_atomic
 from phalanx.data.loader import ShardData
+from phalanx.data.packing import RangeData
 from phalanx.data.template import own_template
 from phalanx.data.tokenizer import Tokenizer
 from phalanx.errors import CheckpointError, DamagedCheckpointError, DataError, JobError, RunError
@@ -81,7 +81,7 @@ def log_start(job: Job, device: torch.device, batch: Batch, data: ShardData, voc
     if device.type == "cuda":
         log.info("attention: %s", kernels_text(device))
     log.info("batch: %s; %s training samples", batch.equation(), f"{data.sample_count:,}")
-    if isinstance(data, ConversationData):
+    if isinstance(data, RangeData):
         log.info("data: %s", data.facts.line())
 
 
@@ -182,7 +182,10 @@ def vocabulary_of(job: Job, directory: RunDirectory, tokens: int) -> int:
 def notices(job: Job, tokenizer: Tokenizer) -> Iterator[str]:
     """Yields what a run does otherwise than the weights that it starts from were trained for, though it fits them."""
     there = starting_point(job.model.from_, job.model.ignore_config)
+    new_head = {"reward", "tied"} if job.model.reward else set()
     for path, here, before in config_json.differing(job.model, there.model):
+        if path in new_head:
+            continue
         yield f"model.{path} is {before} in {there.model.from_}, {here} here: its weights were trained for the former"
     if _another_tokenizer(there, tokenizer):
         yield f"the tokenizer differs from {there.tokenizer}: tokens have another meaning than in the weights"

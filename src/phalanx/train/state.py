@@ -24,6 +24,7 @@ from phalanx.optimizers.catalogue import kinds
 from phalanx.optimizers.entry import COMPENSATION, MASTER, POSITIVE, scale_of
 from phalanx.parallel.offload import on_host
 from phalanx.parallel.parameter_shards import ParameterShard
+from phalanx.partition.ramp import Ramp
 from phalanx.train.guard import History
 from phalanx.train.learning_rate import ScheduleEnd, end_of, resumed_end
 from phalanx.train.optimizers.narrow import table
@@ -56,9 +57,9 @@ class TrainState:
         self.history = History(self.stepper.job.guard)
         self.schedule_end = ScheduleEnd(end_of(self.stepper.job))
 
-    def advance(self, step: int, global_batch: int) -> None:
-        """Records that `step` steps are done, each over `global_batch` sequences since the last call."""
-        self.samples += (step - self.step) * global_batch
+    def advance(self, step: int, ramp: Ramp) -> None:
+        """Records that `step` steps are done, those since the last call over the samples of `ramp`."""
+        self.samples += ramp.samples(step) - ramp.samples(self.step)
         self.step = step
 
     def validated(self, loss: float) -> None:
@@ -119,8 +120,11 @@ class TrainState:
         _fill_all(held(shards, {f.name: f.value for f in shards}), source)
 
     def _is_there(self, name: str, source: Reader) -> bool:
-        """Returns whether a run takes a parameter over: of adapters that begin, none."""
-        return not is_adapter(name) or name in source.manifest.tensors
+        """Returns whether a run takes a parameter over: of adapters that begin, and of a reward's head, none."""
+        known = source.manifest.tensors
+        if self.stepper.job.model.reward and name == "head.weight":
+            return name in known and known[name].shape[0] == 1
+        return not is_adapter(name) or name in known
 
     def _take_over_masters(self, source: Reader) -> None:
         """Fills master weights with what the parameters of a half precision were rounded from."""

@@ -28,7 +28,7 @@ from phalanx.model.seeding import Noise
 from phalanx.model.transformer import Transformer
 from phalanx.parallel.apply import apply, initialise
 from phalanx.parallel.mesh import Mesh
-from phalanx.parallel.objective import FurtherTokens, MicroTensors, PairFacts
+from phalanx.parallel.objective import FurtherTokens, MicroTensors, PairLoss, PolicyLoss
 from phalanx.parallel.offload import BudgetError, Host
 from phalanx.parallel.parameter_shards import ParameterShard
 from phalanx.parallel.pipeline import PipeDream, Pipeline, StashingPipeline
@@ -147,8 +147,8 @@ class Memory:
 
 def free_bytes(device: torch.device) -> int:
     """Returns the bytes that a rank can still allocate: of an accelerator, or of the machine and its process limit."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
+    if device.type != "cpu":
+        return torch.get_device_module(device).mem_get_info(device)[0]
     limit = resource.getrlimit(resource.RLIMIT_AS)[0]
     pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
     left = limit - pages * resource.getpagesize() if limit != resource.RLIM_INFINITY else 2**63
@@ -188,7 +188,7 @@ class Step:
     """Requests of any rank; independent replicas know them only when they synchronize."""
     facts: Mapping[str, float] = field(default_factory=dict)
     """Further means over the global batch, by their names in metrics.jsonl: rewards, margin and accuracy of preference
-    pairs, or the loss of modules for further tokens."""
+    pairs, KL, clipping and entropy of completions, or the loss of modules for further tokens."""
 
 
 @dataclass
@@ -203,9 +203,10 @@ class Computed:
     square: Tensor
     """The square of the gradients' norm: of this rank's until the step is settled, then of all ranks'."""
     status: Tensor
-    """Loss, squared norm and requests, (3,) in fp64, and with preference pairs the sums of these, (7,), or with modules
-    for further tokens their loss, (4,): over all ranks once `everywhere` has arrived."""
+    """Loss, squared norm and requests, (3,) in fp64, and with preference pairs or completions the sums of these, (7,),
+    or with modules for further tokens their loss, (4,): over all ranks once `everywhere` has arrived."""
     everywhere: Pending
+    compared: PairLoss | PolicyLoss | None = None
     arrived: Any = None
     """The arrival of `status` on the host, if it was fetched from a GPU."""
 
@@ -216,9 +217,9 @@ class Computed:
 
     def fetch(self) -> None:
         """Starts copying `status` to the host, where `wait` makes it readable while the device goes on."""
-        there, self.status = self.status, torch.empty_like(self.status, device="cpu", pin_memory=self.status.is_cuda)
+        there, self.status = self.status, torch.empty_like(self.status, device="cpu", pin_memory=not self.status.is_cpu)
         self.status.copy_(there, non_blocking=True)
-        self.arrived = torch.cuda.current_stream(there.device).record_event() if there.is_cuda else None
+        self.arrived = None if there.is_cpu else torch.accelerator.current_stream(there.device).record_event()
 
     def wait(self) -> None:
         """Waits for a `status` that was fetched."""
@@ -246,8 +247,8 @@ class Computed:
         more = self.status[3:]
         if len(more) == 1:
             return {"mtp_loss": (more[0] / (self.tokens or 1)).item()}
-        pairs = PairFacts.of(more) if len(more) else None
-        return asdict(pairs) if pairs else {}
+        found = self.compared and self.compared.facts(more)
+        return asdict(found) if found else {}
 
 
 class Stepper:
@@ -287,8 +288,8 @@ class Stepper:
         self.bad = torch.zeros((), dtype=torch.bool, device=device)
         """Set on the device from the first launched step on that is not finite, until it is reverted."""
         runner = self.replica.runner
-        self.places = self._places(runner.schedule.slices if isinstance(runner, Pipeline) else 1)
-        self.places_of_whole = self._places(1)
+        self.slices = runner.schedule.slices if isinstance(runner, Pipeline) else 1
+        self.places = dict[tuple[int, int], Tensor | None]()
         self.independent_replicas = job.layout.independent_replicas
         self.sync: LocalSGD | None = None
         if job.layout.sync in ("local_sgd", "diloco"):
@@ -372,7 +373,8 @@ class Stepper:
         # Where ranks hold whole gradients, the optimizer does not wait for the requests: NaN keeps it from writing.
         loss = self.gradients(inputs.micro_batches, inputs.step, math.nan if inputs.requests.void else tokens)
         heartbeat.enter(Phase.EXCHANGE)
-        return Computed(inputs, loss, tokens, *self.status(loss, inputs.requests))
+        status = self.status(loss, inputs.requests)
+        return Computed(inputs, loss, tokens, *status, self.replica.objective.compared)
 
     def finish(self, computed: Computed) -> Step:
         """Updates the parameters with a step's gradients, or raises as `step` does."""
@@ -449,8 +451,8 @@ class Stepper:
         first_replica = self.job.layout.sync != "bsp" or self.mesh.coordinates["dp_replicate"] == 0
         counted = square * (math.nan if requests.void else first_replica)
         status = torch.stack((loss * self.mesh.owns_loss, counted, torch.full_like(loss, requests.encode())))
-        if pairs := self.replica.objective.pairs:
-            status = torch.cat((status, pairs.take(status) * self.mesh.owns_loss))
+        if compared := self.replica.objective.compared:
+            status = torch.cat((status, compared.take(status) * self.mesh.owns_loss))
         elif self.job.model.mtp:
             status = torch.cat((status, self.replica.objective.take_further(status) * self.mesh.owns_loss))
         return square, status, self._reduce(status)
@@ -477,13 +479,14 @@ class Stepper:
     def tensors(self, micro: MicroBatch, step: int, validates: bool = False) -> MicroTensors:
         """Moves this rank's part of a micro-batch to the device, with the inputs of its dropout masks in optimizer step
         `step`. When it `validates`, sequences are not sliced."""
-        places = self.places_of_whole if validates else self.places
+        places = self._places(micro.tokens.shape[1], 1 if validates else self.slices)
         tokens = torch.from_numpy(micro.tokens).to(self.device, non_blocking=True)
         targets = torch.from_numpy(micro.targets).to(self.device, non_blocking=True)
         documents = None
         if micro.documents is not None:
             documents = Documents(torch.from_numpy(micro.documents)).to(self.device)
         reference = None if micro.reference is None else torch.from_numpy(micro.reference).to(self.device)
+        policy = None if micro.policy is None else torch.from_numpy(micro.policy).to(self.device, non_blocking=True)
         conversations = None
         if self.job.model.moe.n_experts and micro.conversations is not None:
             conversations = Conversations(
@@ -494,24 +497,30 @@ class Stepper:
         if places is not None:
             further = tuple(each.map(lambda x: x[:, places]) for each in further)
             tokens, targets = tokens[:, places], targets[:, places]
+            policy = None if policy is None else policy[:, places]
             conversations = conversations and conversations.at(places)
         noise = None
-        if self.job.model.dropout:
+        alpha = self.job.train.neftune_alpha
+        if self.job.model.dropout or alpha:
             tp = self.mesh.axis("tp")
             part = tp.rank, tp.size
             tokens_here = part if self.job.layout.sp else (0, 1)
             samples = micro.sample_ids.tolist()
             noise = Noise(
-                self.job.train.seed, step, samples, heads=part, tokens=tokens_here, places=places, seq_len=seq_len
+                *(self.job.train.seed, step, samples, part, tokens_here, places, seq_len),
+                embeddings=alpha / math.sqrt(seq_len * self.job.model.d_model),
             )
-        return MicroTensors(tokens, targets, noise, places, documents, reference, conversations, further)
+        return MicroTensors(tokens, targets, noise, places, documents, reference, policy, conversations, further)
 
-    def _places(self, slices: int) -> Tensor | None:
-        """Returns the positions of this rank's tokens of every sequence; None if it has all."""
+    def _places(self, seq_len: int, slices: int) -> Tensor | None:
+        """Returns the positions of this rank's tokens of every sequence of `seq_len` tokens; None if it has all."""
         if self.job.layout.cp == 1:
             return None
-        runs = rank_positions(self.job.layout, self.job.model.seq_len, self.mesh.coordinates["cp"], slices)
-        return torch.tensor([position for run in runs for position in run], device=self.device)
+        if (seq_len, slices) not in self.places:
+            runs = rank_positions(self.job.layout, seq_len, self.mesh.coordinates["cp"], slices)
+            places = torch.tensor([position for run in runs for position in run], device=self.device)
+            self.places[seq_len, slices] = places
+        return self.places[seq_len, slices]
 
     def name_first(self, bad: int | None) -> str:
         """Returns ", first in NAME" for the first shard that any rank calls `bad`, if there is one. A collective."""

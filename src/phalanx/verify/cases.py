@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
+from html import escape
 from pathlib import Path
 from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
@@ -14,6 +15,8 @@ from phalanx.config.job import Job
 from phalanx.config.layout import Layout
 from phalanx.errors import PhalanxError
 from phalanx.launch.pool import Pool
+from phalanx.notebook import ShownInNotebooks
+from phalanx.pictures.page import html_page, table
 from phalanx.units import aligned, counted, finite, seconds
 from phalanx.verify.measure import MIN_STEPS, Differences, compare, nothing, record
 from phalanx.verify.select import Selection
@@ -55,8 +58,10 @@ AnyCase = TypeVar("AnyCase", bound=VerifyCase)
 
 
 @dataclass
-class CaseReport(Generic[AnyCase]):
+class CaseReport(ShownInNotebooks, Generic[AnyCase]):
     """All cases, in order."""
+
+    page = "phalanx.verify.cases:html"
 
     selection: Selection
     steps: int
@@ -104,14 +109,17 @@ class CaseReport(Generic[AnyCase]):
 
     def text(self) -> str:
         """Returns the table, failures, skipped layouts, and the verdict."""
+        rows, more, verdict = self.parts()
+        return "\n".join([*aligned(rows, ("l" * self.names).ljust(len(rows[0]), "r")), *more, "", verdict])
+
+    def parts(self) -> tuple[Sequence[Sequence[str]], list[str], str]:
+        """Returns the table, the lines about failures and skipped layouts, and the verdict."""
         ends = [("", "time"), *(("ok" if case.ok else "FAIL", seconds(case.seconds)) for case in self.cases)]
         rows = [(*row, *end) for row, end in zip(self.rows(), ends, strict=True)]
-        lines = aligned(rows, ("l" * self.names).ljust(len(rows[0]), "r"))
         failed = [case for case in self.cases if not case.ok]
-        lines += ["", self.heading, *self.failures(failed)] if failed else []
-        lines += self.selection.not_compared()
+        lines = ["", self.heading, *self.failures(failed)] if failed else []
         how_many = f"{f'{len(failed)} of ' if failed else ''}{counted(len(self.cases), self.noun)}"
-        return "\n".join([*lines, "", self.verdict(len(failed), how_many)])
+        return rows, [*lines, *self.selection.not_compared()], self.verdict(len(failed), how_many)
 
     def add(self, case: AnyCase, measure: Callable[[], Mapping[str, Any]]) -> AnyCase:
         """Adds a case with what `measure` returns of its fields, or with the error of its ranks, and returns it."""
@@ -122,6 +130,17 @@ class CaseReport(Generic[AnyCase]):
             found = {"error": message_of(error)}
         self.cases.append(replace(case, **found, seconds=round(time.perf_counter() - began, 3)))
         return self.cases[-1]
+
+
+def html(report: CaseReport[Any]) -> str:
+    """Returns a report as a page."""
+    (heads, *rows), more, verdict = report.parts()
+    cells = [[(text, None) for text in row] for row in rows]
+    parts = [
+        *table(heads, cells, words=range(report.names)),
+        *([f"<pre>{escape(chr(10).join(more))}</pre>"] * bool(more)),
+    ]
+    return html_page("Verification", verdict, "", parts)
 
 
 class FailedRanksError(PhalanxError):

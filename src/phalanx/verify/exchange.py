@@ -45,7 +45,7 @@ from phalanx.exchange.export import COPIED, GENERATION, NOT_KEPT, TOKENIZER_CONF
 from phalanx.exchange.folder import HuggingFaceFolder, open_folder
 from phalanx.exchange.hugging_face import WEIGHTS
 from phalanx.exchange.import_run import MOST_SMALL_BYTES, import_folder
-from phalanx.exchange.links import links
+from phalanx.exchange.links import WeightFamily, links
 from phalanx.model.transformer import Transformer
 from phalanx.nearest import no_run
 from phalanx.train.step import free_bytes
@@ -65,7 +65,16 @@ _SAMPLE = "The quick brown fox, 12.5 % of it;\n\tdéjà vu 你好 <|endoftext|> 
 
 class InFloat64(TorchFunctionMode):
     """Makes float64 of every float32 that the code asks for: transformers computes softmax, norms, rotary tables and
-    routers in float32 whatever the type of its weights."""
+    routers in float32 whatever the type of its weights. What has no type of its own is float64, too."""
+
+    def __enter__(self) -> InFloat64:
+        self._default = torch.get_default_dtype()
+        torch.set_default_dtype(torch.float64)
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        torch.set_default_dtype(self._default)
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -268,6 +277,7 @@ def _compare_theirs(report: ExchangeReport, first: HuggingFaceFolder, second: Hu
     with first.files(first.described.model) as left, second.files(model) as right:
         places = {family.name_of(stored): stored for stored in left.names()}
         there = {family.name_of(stored): stored for stored in right.names()}
+        _compare_fused(report, family, model, (left, places), (right, there))
         for name, stored in places.items():
             a = left.manifest.tensors[stored]
             if name not in there:
@@ -284,6 +294,32 @@ def _compare_theirs(report: ExchangeReport, first: HuggingFaceFolder, second: Hu
         copies = {name for link in family.copies_in(model) for name in link.theirs}
         added = (name for name in there if name not in places and name not in copies)
         report.problems += [f"{there[name]}: only in the export" for name in added]
+
+
+def _compare_fused(
+    report: ExchangeReport,
+    family: WeightFamily,
+    model: ModelConfig,
+    first: tuple[Reader, dict[str, str]],
+    second: tuple[Reader, dict[str, str]],
+) -> None:
+    """Compares experts that the first folder stores in one tensor per layer, and the second one by one; both with the
+    names in the table of their tensors, of which those that are compared are taken."""
+    (left, places), (right, there) = first, second
+    stored = family.stored_in(left.names())
+    if stored is family:
+        return
+    apart = {name: link for link in links(model, family) for name in link.ours}
+    for link in links(model, stored):
+        if link in apart.values():
+            continue
+        ours = link.conversion.ours([left.read(places.pop(name)) for name in link.theirs], model)
+        report.theirs += len(link.theirs)
+        for mine, tensor in zip(link.ours, ours, strict=True):
+            other = apart[mine]
+            theirs = [right.read(there.pop(name)) for name in other.theirs]
+            if found := values(tensor, other.conversion.ours(theirs, model)[0]):
+                report.problems.append(f"{link.theirs[0]}: differs by at most {found.max_abs:.1e} in the export")
 
 
 def _difference(a: StoredTensor, b: StoredTensor, found: Values | None) -> str:
@@ -393,9 +429,10 @@ def _compare_logits(report: ExchangeReport, source: Reader, folder: Path, ours: 
                 found = theirs(tokens, use_cache=False, output_hidden_states=True)
             expected = [*found.hidden_states[:-1], found.logits]
     if expected:
-        report.logits_max_rel = _relative(mine(tokens), expected[-1])
+        logits = mine(tokens)
+        report.logits_max_rel = _relative(logits[:, -1] if model.reward else logits, expected[-1])
         if not report.logits_max_rel <= TOLERANCE:
-            where = _located(mine, tokens, expected)
+            where = "the scores of sequences" if model.reward else _located(mine, tokens, expected)
             report.problems.append(f"logits differ from transformers' by {report.logits_max_rel:.1e}: {where}")
 
 
@@ -423,13 +460,15 @@ def _of_transformers(folder: Path) -> tuple[nn.Module, Mapping[str, Any]]:
         options["experts_implementation"] = "eager"
     try:
         with InFloat64():
-            torch.set_default_dtype(torch.float64)
-            found: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, **options)
+            scores = any("SequenceClassification" in name for name in config.architectures or ())
+            kind = transformers.AutoModelForSequenceClassification if scores else transformers.AutoModelForCausalLM
+            found: Any = kind.from_pretrained(folder, local_files_only=True, **options)
     finally:
-        torch.set_default_dtype(torch.float32)
         said.set_verbosity(level)
         if bars:
             said.enable_progress_bar()
+    if scores:  # a sequence's score is at its last token that is no padding: none of the vocabulary is
+        found[0].config.pad_token_id = config.vocab_size
     return found[0].eval(), found[1]
 
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from phalanx.blocks.parameters import parameter_shapes, trained_shapes
 from phalanx.comm.axis import Pending
-from phalanx.config.corpora import CORPORA, PAIR, has_answers, has_pairs
+from phalanx.config.corpora import CORPORA, PAIR, has_answers, has_pairs, has_prompts
 from phalanx.config.job import IGNORE, Job
 from phalanx.config.layout import Layout
 from phalanx.data.loader import MicroBatch
@@ -38,6 +38,7 @@ from phalanx.parallel.precision import DTYPES, LossScale
 from phalanx.partition import derived as batch
 from phalanx.partition.cut import stages_of
 from phalanx.partition.derived import stage_shapes, stashes
+from phalanx.partition.ramp import ramp_of
 from phalanx.train.agreement import agree_on_job
 from phalanx.train.drivers import UnflushedSteps
 from phalanx.train.evaluate import validation_loss
@@ -308,9 +309,13 @@ def difference(found: Tensor, expected: Tensor, least_scale: float) -> float:
 
 def micro_batches(job: Job, vocab_size: int, mesh: Mesh, step: int) -> tuple[list[MicroBatch], int]:
     """Returns this rank's random micro-batches of a step, and the valid tokens of the whole batch."""
-    rows = batch.solve(job.train.global_batch, job.layout).global_batch
+    phase = ramp_of(job).at(step)
+    rows = phase.batch.global_batch
     share = rows // mesh.data_ranks
-    return drawn(job, vocab_size, rows, range(mesh.data_rank * share, (mesh.data_rank + 1) * share), step)
+    train = replace(job.train, global_batch=rows)
+    mine = range(mesh.data_rank * share, (mesh.data_rank + 1) * share)
+    batches, counted = drawn(replace(job, train=train), vocab_size, rows, mine, step)
+    return [micro.cut(phase.parts) for micro in batches], counted
 
 
 def drawn(job: Job, vocab_size: int, rows: int, mine: range, step: int) -> tuple[list[MicroBatch], int]:
@@ -318,7 +323,8 @@ def drawn(job: Job, vocab_size: int, rows: int, mine: range, step: int) -> tuple
     number differs from row to row, and the last row has none. The first rows have one token alone. With
     `data.document_mask` every row is cut into documents at different places, and where only answers count, parts of
     every row do. Rows of conversations have padding behind the last target, and with `data.packing` several
-    conversations. Of preference pairs the answers are random, too, and it returns the number of pairs."""
+    conversations. Of preference pairs the answers are random, too, and it returns the number of pairs; of completions
+    everything that the loss compares, and it returns the number of rows."""
     seq_len, size = job.model.seq_len, batch.solve(job.train.global_batch, job.layout).micro_batch
     generator = np.random.default_rng(derive_seed(job.train.seed, "verify", step))
     tokens = generator.integers(vocab_size, size=(rows, seq_len + 1))
@@ -332,20 +338,32 @@ def drawn(job: Job, vocab_size: int, rows: int, mine: range, step: int) -> tuple
     if has_answers(job.data) and not has_pairs(job.data):
         targets[(generator.random((rows, seq_len)) < ANSWER_BORDERS).cumsum(axis=1) % 2 == 0] = IGNORE
     conversations, most = None, PACKED if job.data.packing else 1
-    if CORPORA[job.data.corpus].rows is not None:
+    if CORPORA[job.data.corpus].rows is not None or job.data.packing:
         conversations = np.minimum(ends.cumsum(axis=1) - ends, most - 1)
         conversations[behind] = -1
+    if job.model.reward:  # at the last token before the padding
+        last = np.argmin(targets != IGNORE, axis=1) - 1
+        targets = np.where(np.arange(seq_len) == last[:, None] % seq_len, 0, IGNORE)
     valid = targets != IGNORE
     # About what a model with small random weights gives, so that no pair is decided.
     reference = generator.normal(-valid.sum(axis=1) * math.log(vocab_size)) if has_pairs(job.data) else None
+    if reference is not None and job.model.reward:
+        reference[:] = 0
     counted = int(valid.sum()) if reference is None else rows // PAIR
+    policy = None
+    if has_prompts(job.data):  # ratios on both sides of where they are clipped
+        known = -math.log(vocab_size) + generator.normal(size=(rows, seq_len, 2)) / 4
+        each = np.stack((generator.normal(size=rows), 1 / np.maximum(valid.sum(axis=1), 1)), axis=1)
+        policy = np.concatenate((known, np.broadcast_to(each[:, None], (rows, seq_len, 2))), axis=2)
+        counted = rows
     batches = []
     for a in range(mine.start, mine.stop, size):
         part = slice(a, a + size)
         mask = None if documents is None else documents[part].copy()
         ids = step * rows + np.arange(a, a + size)
         known = None if reference is None else reference[part].copy()
-        micro = MicroBatch(tokens[part, :-1].copy(), targets[part].copy(), ids, mask, known)
+        of_policy = None if policy is None else policy[part].copy()
+        micro = MicroBatch(tokens[part, :-1].copy(), targets[part].copy(), ids, mask, known, of_policy)
         if conversations is not None:
             per_token = counted / int((conversations >= 0).sum())
             own = conversations[part].copy()

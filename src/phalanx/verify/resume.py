@@ -27,6 +27,7 @@ from phalanx.errors import CheckpointError
 from phalanx.launch.process_group import device_of
 from phalanx.launch.ranks import Ranks
 from phalanx.parallel import mesh as meshes
+from phalanx.partition.ramp import ramp_of
 from phalanx.train.agreement import agree_on_job
 from phalanx.train.requests import StopRequest
 from phalanx.train.saving import Saving
@@ -222,7 +223,7 @@ def train_until(ranks: Ranks, job: Job, vocab: int, until: int, root: Path, star
     for step in range(state.step, until):
         batches, valid = micro_batches(job, vocab, mesh, step)
         losses.append(state.stepper.step(StepInputs(batches, step, valid, job.optimizer.lr)).loss)
-        state.advance(step + 1, job.train.global_batch)
+        state.advance(step + 1, ramp_of(job))
     _save(state, root)
     return losses
 

@@ -9,11 +9,9 @@ from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any
 
-import torch
-
 from phalanx.blocks.parameters import count as parameters
 from phalanx.config.layout import Layout
-from phalanx.errors import JobError
+from phalanx.launch.accelerators import require
 from phalanx.pictures.divergence import divergence_map
 from phalanx.units import counted, seconds
 from phalanx.verify.cases import CaseReport, FailedRanksError, LayoutRun, VerifyCase, guarded, layout_runs, started
@@ -130,8 +128,7 @@ class VerifyReport(CaseReport[LayoutCase]):
 
 def refuse_missing_device(selection: Selection) -> None:
     """Raises JobError if the job asks for GPUs and this machine has none."""
-    if selection.compared.job.cluster.device == "cuda" and not torch.cuda.device_count():
-        raise JobError("cluster.device is cuda, but this machine has 0 CUDA devices; use cluster.device=cpu")
+    require(selection.compared.job.cluster.device)
 
 
 def run(

@@ -19,12 +19,13 @@ from phalanx.check.load import spelled
 from phalanx.check.model import size_problems
 from phalanx.config import fields, layout_line
 from phalanx.config.cluster import Cluster
-from phalanx.config.corpora import PAIR, has_answers, has_pairs
+from phalanx.config.corpora import PAIR, has_answers, has_pairs, has_prompts
 from phalanx.config.job import Checkpoint, Job
 from phalanx.config.layout import AXES, Layout
 from phalanx.config.model import ModelConfig, MoE
 from phalanx.config.precision import Precision
 from phalanx.errors import JobError
+from phalanx.nearest import divisors
 from phalanx.partition import derived as batch
 from phalanx.partition.derived import MODES, flushes, is_file, legal_hpz, parse, parse_cut, schedule_of, stashes
 from phalanx.schedule.catalogue import SCHEDULES
@@ -251,8 +252,10 @@ def compared_job(job: Job, as_is: bool, max_ranks: int, own: Precision | None = 
     train = replace(
         small.train, precision=precision, gradients=gradients, compile=False, cpu_linear="auto", global_batch=0
     )
+    if train.seq_ramp:
+        train = replace(train, seq_ramp=f"1*{small.model.seq_len // divisors(small.model.seq_len)[1]}")
     layout = Layout(bucket_mb=small.layout.bucket_mb)
-    cluster = Cluster(device="cuda" if job.cluster.device == "cuda" else "cpu")
+    cluster = Cluster(device="cpu" if job.cluster.device == "auto" else job.cluster.device)
     return ComparedJob(replace(small, train=train, layout=layout, cluster=cluster), vocab, changes)
 
 
@@ -267,21 +270,28 @@ def _small_model(model: ModelConfig, vocab: int, max_ranks: int) -> ModelConfig:
         return model
     # At least one layer of each kind in turn.
     halves = {half: tuple(dict.fromkeys(getattr(model, half).split(","))) for half in HALVES}
-    n_layers = min(model.n_layers, model.mtp + max(SMALL_LAYERS, *map(len, halves.values())))
+    windows = tuple(dict.fromkeys(model.window_pattern.split(",")))
+    kinds = max(SMALL_LAYERS, len(windows), *map(len, halves.values()))
+    n_layers = min(model.n_layers, model.mtp + kinds)
     # Of layers with and without a window at least one each.
     full_every = min(model.full_every, n_layers) if model.full_every <= model.n_layers else 0
     head = min(model.head_size, SMALL_HEAD)
     turned = model.rotary_fraction
     width = min(model.d_model, model.n_heads * head, SMALL_WIDTH)
+    fraction = 1 if turned == 1 else max(2, 2 * round(head * turned / 2)) / head
+    pairs, stretched = int(head * fraction) // 2, model.rope_scaling
     small = replace(
         model,
         n_layers=n_layers,
         **{half: ",".join(kinds) for half, kinds in halves.items()},
         full_every=full_every,
+        window_pattern=",".join(windows),
         nope_every=min(model.nope_every, n_layers),
+        query_growth=replace(model.query_growth, length=min(model.query_growth.length, max(1, seq_len // 4))),
         d_model=width,
         # About as large a part of a small head turns, of whole pairs.
-        rotary_fraction=1 if turned == 1 else max(2, 2 * round(head * turned / 2)) / head,
+        rotary_fraction=fraction,
+        rope_scaling=replace(stretched, short=stretched.short[:pairs], long=stretched.long[:pairs]),
         head_dim=head
         if not model.mla.kv_rank and (model.head_dim or width != model.n_heads * head)
         else model.head_dim,
@@ -527,8 +537,12 @@ def _notes(selection: Selection, job: Job) -> Iterator[str]:
         )
     if job.data.document_mask:
         yield "data.document_mask: the random sequences are cut into documents at random places"
+    if job.train.batch_ramp or job.train.seq_ramp:
+        yield "train.batch_ramp, train.seq_ramp: the first step is half as large, or of shorter sequences"
     if has_pairs(job.data):
-        yield "data.corpus: pairs of random sequences, compared by DPO"
+        yield f"data.corpus: pairs of random sequences, compared by {'rewards' if job.model.reward else 'DPO'}"
+    elif has_prompts(job.data):
+        yield "data.corpus: random completions with random rewards and log-probabilities; nothing is generated"
     elif has_answers(job.data):
         yield "data.loss_on: only random parts of the random sequences count in the loss, as answers do"
 
@@ -625,4 +639,9 @@ def _with(job: Job, layout: Layout) -> Job:
         global_batch = next((size for size in sizes if size % known == 0), known)
         if group > 1 and layout.pp > 1 and not layout.micro_batch and not layout.accumulation:
             layout = replace(layout, micro_batch=group)
-    return replace(job, layout=layout, train=replace(job.train, global_batch=global_batch))
+    train = replace(job.train, global_batch=global_batch)
+    if train.batch_ramp:
+        train = replace(train, global_batch=2 * global_batch, batch_ramp=f"1*{global_batch}")
+    if has_prompts(job.data):  # what is compared does not depend on groups
+        train = replace(train, grpo=replace(train.grpo, group=max(2, global_batch), updates=1))
+    return replace(job, layout=layout, train=train)

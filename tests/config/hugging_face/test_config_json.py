@@ -269,12 +269,33 @@ def test_all_problems_at_once():
     assert len(error.value.problems) == 3
 
 
-def test_windows_that_no_rule_describes_are_refused():
+def test_windows_that_are_no_nth_layers_are_a_pattern():
     values = config_json.write(PRESETS["gemma2-2b"])[1]
     kinds = list(values["layer_types"])
     kinds[0] = "full_attention"
-    with pytest.raises(JobError, match="layer_types"):
-        config_json.read(values | {"layer_types": kinds})
+    model = config_json.read(values | {"layer_types": kinds}).model
+    assert [model.window_of(layer) > 0 for layer in range(model.n_layers)] == [k != "full_attention" for k in kinds]
+    ministral = PRESETS["ministral-8b"]
+    assert config_json.read(config_json.write(ministral)[1]).model.window_pattern == ministral.window_pattern
+
+
+def test_the_language_model_beside_images_is_of_its_own_kind():
+    for kind, preset in (("ministral3", "ministral3-8b"), ("mistral", "mistral-small-24b")):
+        inner = config_json.write(PRESETS[preset], kind)[1]
+        found = config_json.read({"model_type": "mistral3", "text_config": inner, "vision_config": {}})
+        assert (found.family.model_type, found.in_images) == (kind, True)
+
+
+def test_longrope_is_read_as_the_way_of_short_texts():
+    scaling = {"type": "su", "short_factor": [1.0] * 48, "long_factor": [2.0] * 48}
+    values = config_json.write(PRESETS["phi3-mini"], "phi3")[1]
+    values |= {"max_position_embeddings": 131072, "rope_scaling": scaling}
+    del values["rope_parameters"]
+    found = config_json.read(values)
+    assert (found.model.seq_len, found.model.rope_scaling.factor) == (4096, 32)
+    assert any("4,096 tokens" in note for note in found.notes)
+    with pytest.raises(JobError, match=r"short_factor is for a factor above 1.* and holds numbers"):
+        config_json.read(values | {"rope_scaling": scaling | {"long_factor": ["a"] * 48}})
 
 
 def test_a_model_that_transformers_does_not_have_is_refused_with_the_nearest_kind():

@@ -12,10 +12,18 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from phalanx import bounded
-from phalanx.config.hugging_face.families import FAMILIES, HARMLESS, NO_MTP, OWN_VALUES, REFUSED, ConfigFamily, by_type
-from phalanx.config.hugging_face.predicted import PREDICTED, TRAINED, WITH_DELTAS
-from phalanx.config.hugging_face.terms import ConfigReader, Fields, refuse_unknown, shown, value_of, written
-from phalanx.config.model import MLA, DeltaNet, Mamba, ModelConfig, MoE, RopeScaling, SparseAttention
+from phalanx.config.hugging_face.families import HARMLESS, NO_MTP, OWN_VALUES, REFUSED, ConfigFamily, by_type
+from phalanx.config.hugging_face.predicted import PREDICTED, TRAINED, TRAINED_FAMILIES
+from phalanx.config.hugging_face.terms import (
+    ConfigReader,
+    Fields,
+    refuse_unknown,
+    shown,
+    value_of,
+    window_rule,
+    written,
+)
+from phalanx.config.model import MLA, DeltaNet, Mamba, ModelConfig, MoE, QueryGrowth, RopeScaling, SparseAttention
 from phalanx.errors import JobError
 from phalanx.nearest import did_you_mean, nearest
 
@@ -115,7 +123,14 @@ _TRAINING_ONLY = (
 )
 READ: Mapping[str, ConfigFamily] = {**TRAINED, **by_type(PREDICTED)}
 """Every model type that is read, those that are predicted and not trained last."""
-_PARTS: dict[str, type[Any]] = {"moe": MoE, "mla": MLA, "sparse": SparseAttention, "delta": DeltaNet, "mamba": Mamba}
+_PARTS: dict[str, type[Any]] = {
+    "query_growth": QueryGrowth,
+    "moe": MoE,
+    "mla": MLA,
+    "sparse": SparseAttention,
+    "delta": DeltaNet,
+    "mamba": Mamba,
+}
 """The parts of a model with fields of their own."""
 _MOE_TRAINING_ONLY = ("aux_loss", "z_loss", "bias_rate", "capacity")
 
@@ -193,11 +208,14 @@ def read(values: Any, ignored: Sequence[str] = ()) -> HuggingFaceModel:
 def _read(values: Mapping[str, Any]) -> HuggingFaceModel:
     family = _family(values)
     source = ConfigReader(values)
-    classes = values.get("architectures")
+    classes, rewards = values.get("architectures"), False
     for name in classes if isinstance(classes, list) else ():
-        if isinstance(name, str) and re.search("For(?!(CausalLM|ConditionalGeneration)$)[A-Z]|RewardModel", name):
+        rewards |= _is_reward(name, values)
+        if not isinstance(name, str):
+            continue
+        if not rewards and re.search("For(?!(CausalLM|ConditionalGeneration)$)[A-Z]|RewardModel", name):
             source.problem("architectures", f"names {shown(name)}, whose head is not that of a language model")
-        elif isinstance(name, str) and _stem(name) != _stem(family.architecture):
+        elif _stem(name).removesuffix("text") != _stem(family.architecture):
             source.problem(
                 "architectures",
                 f"names {shown(name)}, and model_type {values['model_type']} is {family.architecture}: programs differ "
@@ -216,6 +234,8 @@ def _read(values: Mapping[str, Any]) -> HuggingFaceModel:
     ours: Fields = dict(family.kind)
     for term in family.terms:
         term.read(source, ours)
+    if rewards:
+        ours |= {"reward": True, "tied": False}
     model = _model(ours)
     for part in [source, *([outer] if outer else [])]:
         without_effect = harmless if part is source else HARMLESS | _TOP
@@ -229,6 +249,28 @@ def _read(values: Mapping[str, Any]) -> HuggingFaceModel:
     if outer:
         notes += ("the language model, without the encoder of images",)
     return HuggingFaceModel(family, model, notes, outer is not None, quantised)
+
+
+WITHOUT_REWARD = ("olmoe", "granite", "granitemoehybrid", "minimax_m2", "glm4_moe", "solar_open", "glm_moe_dsa")
+"""Model types whose models transformers has not for the classification of sequences."""
+
+
+def _is_reward(name: Any, values: Mapping[str, Any]) -> bool:
+    """Returns whether a class is that of a reward model: a classification of sequences with one label."""
+    labels = values.get("id2label", values.get("num_labels", 2))
+    return (
+        isinstance(name, str)
+        and name.endswith("ForSequenceClassification")
+        and (len(labels) if isinstance(labels, dict) else labels) == 1
+    )
+
+
+def _rewarding(family: ConfigFamily) -> Fields:
+    """Returns the fields of a reward model of a family."""
+    stem = re.split("For[A-Z]|LMHead|Model$", family.architecture)[0]
+    stem += "Text" if family.model_type == "gemma3_text" else ""
+    labels = {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}, "tie_word_embeddings": False}
+    return {"architectures": [f"{stem}ForSequenceClassification"], **labels}
 
 
 def _stem(architecture: str) -> str:
@@ -252,9 +294,13 @@ def write(model: ModelConfig, model_type: str = "") -> tuple[ConfigFamily, Field
     Raises JobError if no family does: it names the fields that the nearest one cannot express."""
     nearest: tuple[bool, list[str], str] | None = None
     main, modules = model.main, f"mtp {model.mtp} would be 0: it has no names for modules for further tokens"
-    for family in (TRAINED[model_type],) if model_type else (*FAMILIES, *WITH_DELTAS):
+    for family in (TRAINED[model_type],) if model_type else TRAINED_FAMILIES:
         values = {"architectures": [family.architecture], "model_type": family.model_type}
         values |= written(family.terms, main)
+        if model.reward:
+            if family.model_type in WITHOUT_REWARD:
+                continue
+            values |= _rewarding(family)
         refused = False
         try:
             wrong = differences(read(json.loads(json.dumps(values))).model, main)
@@ -290,8 +336,9 @@ def plain(model: ModelConfig) -> ModelConfig:
     default, moe = ModelConfig(), model.moe
     if moe.n_experts:
         moe = replace(moe, d_ff=model.expert_ff_size, **{name: getattr(MoE(), name) for name in _MOE_TRAINING_ONLY})
-    only_experts = model.moe.n_experts > 0 and not moe.n_dense_layers
+    only_experts = model.moe.n_experts > 0 and not moe.n_dense_layers and "dense" not in model.feed_forward.split(",")
     windows = [model.window_of(layer) for layer in range(model.n_layers)]
+    every, pattern = window_rule([each > 0 for each in windows])
     rope = model.positions == "rope"
     mla = replace(model.mla, norm_eps=model.mla.norm_eps or model.norm_eps) if model.mla.kv_rank else MLA()
     return replace(
@@ -308,7 +355,13 @@ def plain(model: ModelConfig) -> ModelConfig:
         if isclose(model.attention_scale, model.head_size**-0.5, rel_tol=1e-12)
         else model.attention_scale,
         window=max(windows),
-        full_every=model.full_every if 0 < model.full_every <= model.n_layers and model.window else 0,
+        window_kind=model.window_kind if any(windows) else "sliding",
+        full_every=every,
+        window_pattern=pattern,
+        # With nope_every beyond the last layer no queries grow.
+        query_growth=model.query_growth
+        if model.query_growth.rate and model.nope_every <= model.n_layers
+        else QueryGrowth(),
         nope_every=model.nope_every if rope and 0 < model.nope_every <= model.n_layers else 0,
         window_rope_theta=model.window_rope_theta if model.window else 0.0,
         qkv_bias=model.bias or model.qkv_bias,
@@ -334,6 +387,7 @@ def _plain_scaling(scaling: RopeScaling) -> RopeScaling:
     used = {
         "linear": {"kind", "factor"},
         "llama3": {"kind", "factor", "low_freq_factor", "high_freq_factor", "original_seq_len"},
+        "longrope": {"kind", "factor", "original_seq_len", "magnitude", "short", "long"},
         "yarn": {"kind", "factor", "original_seq_len", "beta_fast", "beta_slow", "truncate", "magnitude"},
     }[scaling.kind]
     if scaling.factor == 1:
@@ -353,7 +407,9 @@ def _paths(value: Any, prefix: str = "") -> list[str]:
 def _family(values: Mapping[str, Any]) -> ConfigFamily:
     name = values.get("model_type")
     if isinstance(name, str) and name in READ:
-        return READ[name]
+        inner = values.get(READ[name].inside) if name == READ[name].inside_of else None
+        own = READ.get(str(inner.get("model_type"))) if isinstance(inner, dict) else None
+        return own if own and own.inside_of == name else READ[name]
     known = ", ".join(READ)
     if not isinstance(name, str):
         raise JobError(f"model_type is {'missing' if name is None else shown(name)} (supported: {known})")

@@ -19,6 +19,7 @@ from phalanx.config.hugging_face.terms import (
     Field,
     Fields,
     Fixed,
+    LongRope,
     NoRope,
     PlainHeads,
     Rope,
@@ -572,11 +573,11 @@ FAMILIES: tuple[ConfigFamily, ...] = (
             *sizes(context=4096, eps=1e-5, d_ff=8192),
             HeadDim(),
             Windows(layers=False),
-            Rope(partial="used", stretches=False),
+            LongRope(partial="used"),
             SILU,
             NO_ATTENTION_BIAS,
         ),
-        harmless=frozenset({"resid_pdrop", "embd_pdrop", "original_max_position_embeddings"}),
+        harmless=frozenset({"resid_pdrop", "embd_pdrop"}),
     ),
     ConfigFamily(
         "minimax_m2",
@@ -696,7 +697,7 @@ FAMILIES: tuple[ConfigFamily, ...] = (
         **LAYERS_AFTER,
     ),
 )
-"""The model_types that are read and written. To write a model the first that says all of it is taken."""
+"""The model_types that are read and written, whose layers are alike or follow one rule."""
 
 
 def by_type(families: Iterable[ConfigFamily]) -> dict[str, ConfigFamily]:
@@ -712,10 +713,10 @@ BY_TYPE: Mapping[str, ConfigFamily] = by_type(FAMILIES)
 _OTHER_LAYERS = "a kind with layers that are not implemented (state spaces, convolutions, or its own attention)"
 _OTHERS = """
 mamba mamba2 falcon_mamba jamba bamba zamba zamba2 recurrent_gemma rwkv granitemoehybrid falcon_h1
-lfm2 lfm2_moe minimax minimax_m2 llama4 llama4_text gemma gemma3n phi phi3 phimoe falcon
+lfm2 lfm2_moe minimax gemma3n phi phi3 phimoe falcon
 mpt bloom opt gptj gpt_neo codegen stablelm starcoder2 persimmon cohere cohere2 command_r olmoe dbrx arctic
-jetmoe granite granitemoe nemotron exaone4 ernie4_5 ernie4_5_moe hunyuan_v1_dense hunyuan_v1_moe dots1 glm glm4
-seed_oss smollm3 olmo ministral ministral3 baichuan chatglm internlm internlm2 minicpm
+jetmoe granitemoe nemotron exaone4 ernie4_5 ernie4_5_moe hunyuan_v1_dense hunyuan_v1_moe dots1 glm glm4
+olmo baichuan chatglm internlm internlm2 minicpm
 minicpm3 gpt_bigcode apertus arcee bitnet xglm exaone modernbert xlnet
 bert roberta deberta t5 mt5 bart xlm-roberta electra whisper clip siglip vit
 """

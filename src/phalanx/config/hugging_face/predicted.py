@@ -10,6 +10,7 @@ from typing import Any
 from phalanx.config.hugging_face.families import (
     BALANCED,
     BY_TYPE,
+    FAMILIES,
     LLAMA_KIND,
     MOST_EXPERTS,
     MOST_LAYERS,
@@ -22,7 +23,9 @@ from phalanx.config.hugging_face.families import (
     by_type,
     sizes,
 )
+from phalanx.config.hugging_face.mixed import MIXED
 from phalanx.config.hugging_face.terms import (
+    FULL,
     REQUIRED,
     ConfigReader,
     Context,
@@ -32,11 +35,12 @@ from phalanx.config.hugging_face.terms import (
     ReadOnly,
     Rope,
     Written,
+    shortest,
     shown,
 )
 from phalanx.config.model import ModelConfig
 
-_LINEAR, _FULL = "linear_attention", "full_attention"
+_LINEAR = "linear_attention"
 UNREAD = frozenset({"mrope_section", "mrope_interleaved"})
 """Fields of rope parameters that concern images: the three positions of a token of text are the same."""
 
@@ -48,24 +52,18 @@ class LayersWithState:
     def read(self, source: ConfigReader, fields: Fields) -> None:
         every, n = source.take("full_attention_interval", int, 4, least=1), fields["n_layers"]
         listed = source.take("layer_types", list, [])
-        kinds = listed or [_FULL if (layer + 1) % every == 0 else _LINEAR for layer in range(n)]
+        kinds = listed or [FULL if (layer + 1) % every == 0 else _LINEAR for layer in range(n)]
         if len(kinds) != n:
             source.problem("layer_types", f"lists {len(kinds):,} layers, num_hidden_layers is {n:,}")
             return
-        if unknown := [kind for kind in kinds if kind not in (_LINEAR, _FULL)]:
-            source.problem("layer_types", f"holds {shown(unknown[0])}, supported: {_FULL}, {_LINEAR}")
-        fields["attention"] = ",".join(_shortest(["delta" if kind == _LINEAR else "gated_heads" for kind in kinds]))
+        if unknown := [kind for kind in kinds if kind not in (_LINEAR, FULL)]:
+            source.problem("layer_types", f"holds {shown(unknown[0])}, supported: {FULL}, {_LINEAR}")
+        fields["attention"] = ",".join(shortest(["delta" if kind == _LINEAR else "gated_heads" for kind in kinds]))
 
     def write(self, model: ModelConfig) -> Fields:
         kinds = model.attention.split(",")
         names = [kinds[layer % len(kinds)] for layer in range(model.n_layers)]
-        return {"layer_types": [_LINEAR if name == "delta" else _FULL for name in names]}
-
-
-def _shortest(kinds: list[str]) -> list[str]:
-    """Returns the shortest beginning of a list that repeats to make it."""
-    lengths = (n for n in range(1, len(kinds)) if kinds == (kinds[:n] * (len(kinds) // n + 1))[: len(kinds)])
-    return kinds[: next(lengths, len(kinds))]
+        return {"layer_types": [_LINEAR if name == "delta" else FULL for name in names]}
 
 
 @dataclass(frozen=True)
@@ -85,7 +83,7 @@ class SharedExperts:
 
 
 _SYMBOLS = {"M": "mamba", "*": "heads", "E": "experts", "-": "dense"}
-_TYPES = {"mamba": "M", _LINEAR: "M", "attention": "*", _FULL: "*", "moe": "E", "mlp": "-"}
+_TYPES = {"mamba": "M", _LINEAR: "M", "attention": "*", FULL: "*", "moe": "E", "mlp": "-"}
 
 
 @dataclass(frozen=True)
@@ -117,8 +115,8 @@ class HybridLayers(ReadOnly):
             else:
                 blocks.append(("none", kind))
         fields["n_layers"] = len(blocks)
-        fields["attention"] = ",".join(_shortest([attention for attention, _ in blocks]))
-        fields["feed_forward"] = ",".join(_shortest([wide for _, wide in blocks]))
+        fields["attention"] = ",".join(shortest([attention for attention, _ in blocks]))
+        fields["feed_forward"] = ",".join(shortest([wide for _, wide in blocks]))
         if "M" not in pattern:
             fields["mamba.n_heads"] = 0
         if "E" not in pattern:
@@ -214,7 +212,9 @@ WITH_DELTAS: tuple[ConfigFamily, ...] = (
     ),
 )
 """The model types with gated delta nets, which are trained and written as those of families.py."""
-TRAINED: Mapping[str, ConfigFamily] = {**BY_TYPE, **by_type(WITH_DELTAS)}
+TRAINED_FAMILIES = (*FAMILIES, *MIXED, *WITH_DELTAS)
+"""All that are trained and written. To write a model the first that says all of it is taken."""
+TRAINED: Mapping[str, ConfigFamily] = {**by_type((*MIXED, *WITH_DELTAS)), **BY_TYPE}
 """Every model type that is trained and written."""
 
 PREDICTED: tuple[ConfigFamily, ...] = (

@@ -244,7 +244,7 @@ def refuse_unknown(source: ConfigReader, harmless: frozenset[str] = frozenset(),
 
 
 _ROPE_KINDS = ("default", "linear", "llama3", "yarn")
-_FULL, _SLIDING = "full_attention", "sliding_attention"
+FULL, _SLIDING = "full_attention", "sliding_attention"
 
 
 @dataclass(frozen=True)
@@ -261,8 +261,6 @@ class Rope:
     partial: Literal["used", "ignored", "refused"] = "ignored"
     """What transformers does with a share of a head below 1: kinds that ignore it turn whole heads, and fail if
     positions are stretched, too."""
-    stretches: bool = True
-    """False: a kind with plain positions alone, or stretched in a way that is not computed here."""
     latent: bool = False
     """Latent attention: mscale_all_dim enlarges the scores."""
     stretched: RopeScaling | None = None
@@ -288,9 +286,6 @@ class Rope:
             fields["rope_scaling"] = self.stretched
         else:
             fields["rope_scaling"] = scaling(rope, fields["seq_len"])
-            if not self.stretches and fields["rope_scaling"] != RopeScaling():
-                kind = fields["rope_scaling"].kind
-                rope.problem("rope_type", f"is {kind}, with which transformers computes no positions of this kind")
         fields["rotary_fraction"] = self._share(
             rope if rope.holds("partial_rotary_factor") else source, fraction, fields["rope_scaling"]
         )
@@ -317,8 +312,7 @@ class Rope:
         return 1.0
 
     def write(self, model: ModelConfig) -> Fields:
-        plain = model if self.stretches else replace(model, rope_scaling=RopeScaling())
-        values = rope_values(plain, partial=self.partial == "used")
+        values = rope_values(model, partial=self.partial == "used")
         stretched = model.rope_scaling
         if self.latent and stretched.kind == "yarn" and stretched.factor > 1 and model.attention_scale:
             # (0.1 m ln factor + 1)² is what multiplies the scores; mscale gives rotated parts the size they have.
@@ -328,6 +322,65 @@ class Rope:
             values |= {"mscale": (size * growth - 1) / (0.1 * log(stretched.factor)), "mscale_all_dim": all_dim}
             values.pop("attention_factor", None)
         return {"rope_parameters": values}
+
+
+@dataclass(frozen=True)
+class LongRope(Rope):
+    """Phi-3: positions are plain, or each pair is stretched by itself: one way up to the original length, which the
+    model has then, and another beyond."""
+
+    def read(self, source: ConfigReader, fields: Fields) -> None:
+        original = source.take("original_max_position_embeddings", int, 4096, least=2)
+        rope = source.inside("rope_scaling" if source.holds("rope_scaling") else "rope_parameters")
+        kind = rope.take("rope_type", str, rope.take("type", str, "default"))
+        if kind == "default":
+            super().read(source, fields)
+            return
+        if kind not in ("longrope", "su", "yarn"):  # the last two are older names
+            rope.problem("rope_type", f"is {shown(kind)}, supported for this kind: default, longrope")
+            rope.seen |= set(rope.left())
+            return
+        source.seen |= {"rope_scaling", "rope_parameters"}
+        if source.holds("rope_scaling") and source.holds("rope_parameters"):
+            _refuse_second(source, source.inside("rope_parameters"))
+        if (inner := rope.take("original_max_position_embeddings", int, original, least=2)) != original:
+            rope.problem(
+                "original_max_position_embeddings",
+                f"is {inner:,}, and transformers takes the one beside rope_scaling, {original:,}",
+            )
+        factor = rope.take("factor", float, fields["seq_len"] / original)
+        short, long = (rope.take(f"{name}_factor", list) for name in ("short", "long"))
+        if factor <= 1 or not all(map(_is_number, (*short, *long))):
+            rope.problem("short_factor", f"is for a factor above 1, which is {factor:g}, and holds numbers")
+            return
+        own = rope.take("attention_factor", float, 0.0)
+        usual = isclose(own, (1 + log(factor) / log(original)) ** 0.5)
+        fields["rope_scaling"] = RopeScaling(
+            *("longrope", factor),
+            original_seq_len=original,
+            magnitude=0.0 if usual else own,
+            short=tuple(map(float, short)),
+            long=tuple(map(float, long)),
+        )
+        fields["rope_theta"] = rope.take("rope_theta", float, source.take("rope_theta", float, self.theta))
+        share = rope.take("partial_rotary_factor", float, source.take("partial_rotary_factor", float, 1.0))
+        fields["rotary_fraction"] = share
+        if fields["seq_len"] > original:
+            fields["seq_len"] = original
+            source.notes.append(
+                f"positions are those for at most {original:,} tokens: a larger model.seq_len takes the others"
+            )
+        refuse_unknown(rope)
+
+    def write(self, model: ModelConfig) -> Fields:
+        stretched = model.rope_scaling
+        known = stretched.kind == "longrope" and stretched.factor > 1
+        more = {"original_max_position_embeddings": stretched.original_seq_len} if known else {}
+        return super().write(model if known else replace(model, rope_scaling=RopeScaling())) | more
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value) and value > 0
 
 
 @dataclass(frozen=True)
@@ -343,8 +396,8 @@ class RopeWithWindows:
         theta = source.take("rope_theta", float, self.theta)
         local = theta if self.one_base else source.take("rope_local_base_freq", float, self.window_theta)
         parameters = source.inside("rope_parameters")
-        full, window = parameters.inside(_FULL), parameters.inside(_SLIDING)
-        if self.one_base and not parameters.holds(_FULL) and parameters.left():
+        full, window = parameters.inside(FULL), parameters.inside(_SLIDING)
+        if self.one_base and not parameters.holds(FULL) and parameters.left():
             full, local = parameters, parameters.take("rope_theta", float, theta)
         elif source.holds("rope_parameters"):
             _refuse_second(source, full)
@@ -361,7 +414,7 @@ class RopeWithWindows:
 
     def write(self, model: ModelConfig) -> Fields:
         window = {"rope_theta": model.window_rope_theta or model.rope_theta, "rope_type": "default"}
-        return {"rope_parameters": {_FULL: rope_values(model), _SLIDING: window}}
+        return {"rope_parameters": {FULL: rope_values(model), _SLIDING: window}}
 
 
 def _refuse_second(source: ConfigReader, rope: ConfigReader) -> None:
@@ -425,10 +478,12 @@ def rope_values(model: ModelConfig, *, partial: bool = False) -> Fields:
         return values
     if stretched.kind == "llama3":
         values |= {"low_freq_factor": stretched.low_freq_factor, "high_freq_factor": stretched.high_freq_factor}
-    if stretched.kind == "yarn":
+    if stretched.kind == "longrope":
+        values |= {"short_factor": list(stretched.short), "long_factor": list(stretched.long)}
+    elif stretched.kind == "yarn":
         values |= {"beta_fast": stretched.beta_fast, "beta_slow": stretched.beta_slow, "truncate": stretched.truncate}
-        if stretched.magnitude:
-            values["attention_factor"] = stretched.magnitude
+    if stretched.magnitude and stretched.kind in ("yarn", "longrope"):
+        values["attention_factor"] = stretched.magnitude
     return values | {"original_max_position_embeddings": stretched.original_seq_len}
 
 
@@ -486,19 +541,14 @@ class Windows:
 
     def _read_kinds(self, source: ConfigReader, fields: Fields, kinds: list[Any]) -> None:
         """Finds the rule behind a list of kinds: which layers have no window."""
-        if unknown := [kind for kind in kinds if kind not in (_FULL, _SLIDING)]:
-            source.problem("layer_types", f"holds {shown(unknown[0])}, supported: {_FULL}, {_SLIDING}")
+        if unknown := [kind for kind in kinds if kind not in (FULL, _SLIDING)]:
+            source.problem("layer_types", f"holds {shown(unknown[0])}, supported: {FULL}, {_SLIDING}")
         elif _SLIDING not in kinds:
             fields["window"] = fields["full_every"] = 0
         elif not fields["window"]:
             source.problem("sliding_window", f"is missing, and layer_types has {_SLIDING}")
         else:
-            first = kinds.index(_FULL) + 1 if _FULL in kinds else 0
-            # Shorter than its first full layer, a model is as well one of the family's pattern.
-            every = first or (fields["full_every"] if fields["full_every"] > len(kinds) else 0)
-            if kinds != [_FULL if every and (layer + 1) % every == 0 else _SLIDING for layer in range(len(kinds))]:
-                source.problem("layer_types", "has no window in layers that are not every n-th one")
-            fields["full_every"] = every
+            set_windows(fields, [kind == _SLIDING for kind in kinds], fields["full_every"])
 
     def write(self, model: ModelConfig) -> Fields:
         values: Fields = {"sliding_window": model.window or None}
@@ -509,9 +559,35 @@ class Windows:
         return values
 
 
+def set_windows(fields: Fields, windowed: list[bool], usual: int) -> None:
+    """Sets which layers have a window: every n-th has none, or a pattern. A model that is shorter than its first full
+    layer is as well one of the `usual` number."""
+    fields["full_every"], pattern = window_rule(windowed)
+    if not any(windowed):
+        fields["window"] = 0
+    elif all(windowed):
+        fields["full_every"] = usual if usual > len(windowed) else 0
+    elif pattern:
+        fields["window_pattern"] = pattern
+
+
+def window_rule(windowed: list[bool]) -> tuple[int, str]:
+    """Returns the number n of which every n-th layer has no window, 0 for none, or the pattern of the layers."""
+    every = windowed.index(False) + 1 if any(windowed) and False in windowed else 0
+    if not any(windowed) or windowed == [not every or (layer + 1) % every != 0 for layer in range(len(windowed))]:
+        return every, ""
+    return 0, ",".join(shortest(["window" if has else "full" for has in windowed]))
+
+
+def shortest(kinds: list[str]) -> list[str]:
+    """Returns the shortest beginning of a list that repeats to make it."""
+    lengths = (n for n in range(1, len(kinds)) if kinds == (kinds[:n] * (len(kinds) // n + 1))[: len(kinds)])
+    return kinds[: next(lengths, len(kinds))]
+
+
 def layer_types(model: ModelConfig) -> list[str]:
     """Returns the kind of attention of every layer."""
-    return [(_FULL, _SLIDING)[model.window_of(layer) > 0] for layer in range(model.n_layers)]
+    return [(FULL, _SLIDING)[model.window_of(layer) > 0] for layer in range(model.n_layers)]
 
 
 @dataclass(frozen=True)
@@ -569,7 +645,8 @@ class NoRope:
         every = source.take("no_rope_layer_interval", int, 4)
         turns = source.take("no_rope_layers", list, [])[: fields["n_layers"]]
         if turns:
-            every = turns.index(0) + 1 if 0 in turns else 0
+            # A model that is shorter than the interval has it all the same.
+            every = turns.index(0) + 1 if 0 in turns else every * (every > len(turns))
             if turns != _turns(every, fields["n_layers"]):
                 source.problem("no_rope_layers", "is not 0 in every n-th of the num_hidden_layers alone")
         fields["nope_every"] = every

@@ -117,7 +117,7 @@ class NarrowUpdate:
         if not block and compiles(parameter):
             cut = cut if cut[0] else (2**62, 0, 0)  # one kernel for all
             numbers, places = (
-                torch.tensor(values, dtype=dtype, pin_memory=parameter.is_cuda).to(parameter.device, non_blocking=True)
+                torch.tensor(values, dtype=dtype, pin_memory=not w.is_cpu).to(w.device, non_blocking=True)
                 for values, dtype in ((rule.numbers(group), wide), ([key, start, *cut], torch.int64))
             )
             _compiled()(self._whole, type(rule).formula, (w, g, copy, kept), rule.scale, rule.bad, numbers, places)

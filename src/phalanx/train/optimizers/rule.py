@@ -155,7 +155,7 @@ class ElementwiseRule(UpdateRule):
         """Returns whether a fused kernel reads the gradient at once. It takes a factor in fp32 alone, and writes the
         gradients that it has scaled: on a CPU, where it is faster than chunks all the same, but not on a GPU."""
         assert parameter.grad is not None
-        scales = parameter.dtype == torch.float32 and not parameter.is_cuda
+        scales = parameter.dtype == torch.float32 and parameter.is_cpu
         return parameter.grad.dtype == parameter.dtype and (self.scale is None or scales)
 
     def _found(self) -> dict[str, Tensor | None]:
@@ -191,7 +191,7 @@ def one_pass(
 
 def compiles(parameter: Tensor) -> bool:
     """Returns whether one kernel is made of an update of this parameter."""
-    return parameter.is_cuda and has_triton()
+    return not parameter.is_cpu and has_triton()
 
 
 @cache

@@ -135,6 +135,8 @@ def _unpacked(path: Path, most: int) -> bytes | None:
     return content if len(content) <= most else None
 
 
+DEVICE_NUMBERS = {"cpu": 0, "cuda": 1, "xpu": 12}
+"""torch's numbers of types of devices, in a trace (c10/core/DeviceType.h)."""
 MOST_TENSORS = 30
 """Largest tensors that are listed."""
 
@@ -174,7 +176,7 @@ def at_peak(
         clock: the trace's.
         held: the tensors that are there from step to step; allocations come on top of them.
         ranges: what the rank did.
-        device_type: torch's number of the device whose memory is meant: 0 a CPU, 1 CUDA.
+        device_type: one of DEVICE_NUMBERS, of the device whose memory is meant.
     """
     moments = []
     operations = []

@@ -15,7 +15,7 @@ from phalanx.errors import RunError
 
 def profiler(device: torch.device, *, memory: bool = False) -> profile:
     """Returns a profiler of a rank's device, and with `memory` of its allocations; a context manager."""
-    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.type == "cuda" else [])]
+    activities = {ProfilerActivity.CPU, getattr(ProfilerActivity, device.type.upper())}
     return profile(activities=activities, profile_memory=memory)
 
 

@@ -60,6 +60,7 @@ from phalanx.train.profile.report import (
     union,
 )
 from phalanx.train.profile.trace_file import (
+    DEVICE_NUMBERS,
     MOST_BYTES,
     LiveTensor,
     NamedRange,
@@ -687,7 +688,7 @@ class StepProfile(Callback):
 
     def _largest(self, document: dict[str, Any], clock: TraceClock, record: Any) -> dict[str, Any]:
         ranges: list[Range] = ranges_of(record, self.recording, self.passes)
-        on_device = int(self.stepper.device.type == "cuda")
+        on_device = DEVICE_NUMBERS[self.stepper.device.type]
         table = at_peak(document["traceEvents"], clock, self.before, ranges, on_device)
         return {"rank": self.rank, **table}
 
