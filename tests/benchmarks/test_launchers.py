@@ -74,7 +74,7 @@ def test_the_page_has_a_row_for_every_launcher(tmp_path):
     text = page(results)
     rows = [line for line in text.splitlines() if line.startswith("|")]
     assert len(rows) == 2 + len(LAUNCHERS) + 2 + len(INTERRUPTIONS)
-    assert {line.count("|") for line in rows[: 2 + len(LAUNCHERS)]} == {10}
+    assert {line.count("|") for line in rows[: 2 + len(LAUNCHERS)]} == {11}
     assert "| srun | 2 × 2 | srun | 4.100000000000 | 0 | 0 | 3.0 s | 2, rank 0 | 137, ended after step 16 |" in text
     assert "**not installed**" in text
     assert text.endswith("## Not as documented\n\n- shrinks: TimeoutError: x\n")

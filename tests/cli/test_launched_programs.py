@@ -44,7 +44,8 @@ def environment() -> dict[str, str]:
 
 
 def words(*given: str) -> list[str]:
-    return [sys.executable, "-P", "-m", "phalanx", "launch", *given]
+    here = () if "--kill" in given else ("--launcher", "local")  # also where a scheduler is installed
+    return [sys.executable, "-P", "-m", "phalanx", "launch", *here, *given]
 
 
 def launched(folder: Path, *given: str):
@@ -107,7 +108,8 @@ def test_a_run_is_ended_by_its_name(folder):
     assert "no run's directory" in launched(folder, "--kill", "runs/other").stderr
 
 
-def test_mistakes_are_answered(folder, capsys):
+def test_mistakes_are_answered(folder, capsys, monkeypatch):
+    monkeypatch.setenv("PATH", str(folder))  # no scheduler
     for given, answer in (
         (("python", "x.py"), "phalanx launch --nproc 2 -- python"),
         (("test-dist",), "put -- before another verb: phalanx launch --nproc 2 -- phalanx test-dist"),

@@ -51,7 +51,7 @@ def test_on_a_narrow_terminal_kinds_and_source_are_below():
     lines = table(list(CATALOGUE), 80).splitlines()
     assert all(len(line) <= 80 for line in lines)
     assert [line.split()[0] for line in lines if not line.startswith(" ")] == list(CATALOGUE)
-    assert table(list(CATALOGUE), 300) == table(list(CATALOGUE))
+    assert table(list(CATALOGUE), 400) == table(list(CATALOGUE))
 
 
 def test_it_answers_without_torch_and_lists_every_preset():
@@ -78,6 +78,7 @@ def test_counts_are_rounded(capsys):
     ]
 
 
+YARN = ["gpt-oss-20b", "gpt-oss-120b", "kimi-k2", "olmo3-7b", "olmo3-32b"]
 LATENT = [
     *("deepseek-v3", "kimi-k2", "glm-5", "deepseek-v3.2"),
     *("nemotron3-super-120b-a12b", "nemotron3-ultra-550b-a55b", "tiny-deepseek"),
@@ -92,7 +93,7 @@ LATENT = [
         (["gemma2"], ["gemma2-2b", "gemma2-9b", "gemma2-27b"]),
         (["SINKS", "128 experts"], ["gpt-oss-120b"]),
         (["latent"], LATENT),
-        (["yarn"], ["gpt-oss-20b", "gpt-oss-120b", "kimi-k2", "olmo3-7b", "olmo3-32b"]),
+        (["yarn"], ["ministral3-3b", "ministral3-8b", "ministral3-14b", *YARN]),
     ],
 )
 def test_words_filter_the_list(capsys, words: list[str], expected: list[str]):
