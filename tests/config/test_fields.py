@@ -365,6 +365,7 @@ def test_every_number_has_a_range():
         "layout.recompute",
         "run.name",
         "run.dir",
+        "run.metrics_host",
         "run.nnodes",
         "run.rdzv_endpoint",
         "checkpoint.remote",

@@ -34,6 +34,7 @@ VARYING = {"plan-space.svg": "the planner simulates as many layouts as it can in
 SCREENSHOTS = {
     "report.png": "a browser's picture of a measured run's page; tests/report compares the page",
     "report-compare.png": "the same of two runs",
+    "grpo.svg": "the curve of a run of minutes; tests/report compares such curves",
 }
 """Pictures that no test makes again, with the reason."""
 SHAPES = ("n × n × n", "tokens × 2048 × 512", "1024 × slice × 512", "1024 × 512 × slice", "2048 × 512 × tokens")

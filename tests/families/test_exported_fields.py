@@ -26,8 +26,9 @@ from phalanx.verify.exchange import InFloat64
 WHOLE = "PHALANX_FAMILIES" in os.environ
 NO_SHAPE = {"preset", "from_", "ignore_config", "lora.rank", "lora.alpha", "lora.targets"}
 """Where a model comes from, and adapters, which an export merges."""
-PRICED = ("mtp", "moe.latent", "sparse.", "mamba.")
-"""Begin fields of layers that are predicted and not trained (tests/blocks/test_predicted_kinds.py)."""
+PRICED = ("mtp", "reward", "moe.latent", "sparse.", "mamba.")
+"""Begin fields of layers that are predicted and not trained (tests/blocks/test_predicted_kinds.py), and of modules for
+further tokens and heads for rewards, whose files have tests of their own."""
 SWITCHES = (False, True)
 VALUES: dict[str, tuple[Any, ...]] = {
     "n_layers": (1, 5),

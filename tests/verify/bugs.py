@@ -469,7 +469,7 @@ BUGS = (
         "validation cuts sequences into slices, which only training does",
         "cp=2,pp=2,schedule=terapipe,pp_slices=2,accumulation=2",
         "train.step:Stepper.tensors",
-        (("self.places_of_whole if validates else self.places", "self.places"),),
+        (("1 if validates else self.slices", "self.slices"),),
         "validation | None",
         model="llama",
     ),

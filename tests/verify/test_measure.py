@@ -94,8 +94,8 @@ def without_summing_partials(ranks, *args):
 def every_micro_batch_the_same_masks(ranks, *args):
     real = Noise.__init__
 
-    def one_sample(self, seed, step, sample_ids, **kwargs):
-        real(self, seed, step, [sample_ids[0]] * len(sample_ids), **kwargs)
+    def one_sample(self, seed, step, sample_ids, *args, **kwargs):
+        real(self, seed, step, [sample_ids[0]] * len(sample_ids), *args, **kwargs)
 
     with mock.patch.object(Noise, "__init__", one_sample):
         return compare(ranks, *args)
