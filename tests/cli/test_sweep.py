@@ -49,6 +49,16 @@ def test_layouts_as_values_and_a_refused_one(tmp_path, capsys):
     assert picture.read_text().count("class='measured'") == 2 * 3  # two panels, three legal layouts
 
 
+@pytest.mark.parametrize(
+    "given", [["layout=dp_shard=8,zero=3"], ["--layout", "dp_shard=8,zero=3"], ["dp_shard=8,zero=3"]]
+)
+def test_a_swept_layout_takes_the_place_of_the_jobs_in_any_form(given, capsys):
+    words = ["predict", "model=gpt2", "cluster=dgx-a100", "precision=bf16", "global_batch=64", *given]
+    assert main([*words, "micro_batch=1", "--sweep", "layout=tp=4,dp_replicate=2;dp_shard=8", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)["points"]
+    assert [point["layout"] for point in found] == ["dp_replicate=2,tp=4,micro_batch=1", "dp_shard=8,micro_batch=1"]
+
+
 def test_exit_codes(capsys):
     job = ["predict", "model=llama3-405b", "cluster=dgx-h100", "dp_replicate=8", "precision=bf16"]
     assert main([*job, "--sweep", "global_batch=8,16"]) == 3
@@ -58,8 +68,9 @@ def test_exit_codes(capsys):
     assert "tp=5" in said
     assert "tp=7" in said
     assert "Traceback" not in said
-    assert main(["predict", *JOB, "--sweep", "micro_batch=1,2", "--tokens", "1T", "--picture", "layout"]) == 2
-    assert "--sweep excludes --picture, --tokens" in capsys.readouterr().err
+    others = ["--tokens", "1T", "--picture", "layout", "--largest", "80", "--table", "x.csv"]
+    assert main(["predict", *JOB, "--sweep", "micro_batch=1,2", *others]) == 2
+    assert "--sweep excludes --largest, --picture, --table, --tokens" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from phalanx.train.requests import Milestones
 
 
 class NVMLError(Exception):
-    """What the driver refuses."""
+    """The error of a query that the driver refuses."""
 
 
 def driver_of(*, broken: bool = False) -> SimpleNamespace:

@@ -163,14 +163,14 @@ VERB = job_verb(
 @VERB.runs
 def run(words: Words) -> int:
     options, job = words.options, words.job
+    if options["sweep"]:
+        return _swept(words)
     if options["table"]:
         prices = Prices(job.cluster, options["tokens"])
         return table.run(options["table"], options["out"], prices, as_json=words.as_json, progress=stderr_progress)
     if options["largest"]:
         words.show(*_largest(job, options["largest"]))
         return 0
-    if options["sweep"]:
-        return _swept(words)
     if options["picture"] != "prediction" and not options["svg"]:
         raise JobError(f"--picture {options['picture']} says what --svg draws: name a file, such as --svg step.svg")
     files = OutputFiles.of(words, "svg")
@@ -207,7 +207,7 @@ def run(words: Words) -> int:
 
 def _swept(words: Words) -> int:
     """Predicts the combinations of --sweep."""
-    if clashing := sorted(words.stated & {"from", "picture", "tokens"}):
+    if clashing := sorted(words.stated & {"from", "ignore", "largest", "out", "picture", "table", "tokens"}):
         raise JobError(f"--sweep excludes {', '.join(map(flag_of, clashing))}")
     files = OutputFiles.of(words, "svg")
 

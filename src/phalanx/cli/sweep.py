@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from math import ceil, prod
@@ -21,12 +21,12 @@ if TYPE_CHECKING:
     from phalanx.check.load import LoadedJob
     from phalanx.cli.verb import Words
     from phalanx.config.job import Job
+    from phalanx.config.overrides import CommandLine
     from phalanx.cost.prediction import Prediction
 
 MOST_POINTS = 1000
-"""Maximum number of predictions of one sweep: a minute."""
+"""Maximum number of predictions of one sweep."""
 _HEAD = ("step time", "tokens/s", "per device", "MFU", "exposed", "bubble", "sent", "peak memory", "")
-_LAYOUT = "layout="
 _LETTERS = 55
 """Letters of labels side by side under a panel."""
 
@@ -100,12 +100,8 @@ def points(
     combinations = [dict(zip(fields, each, strict=True)) for each in product(*fields.values())]
     for number, values in enumerate(combinations):
         progress("predicting", number, len(combinations))
-        swept = [f"{name}={value}" for name, value in values.items()]
-        whole = [word for word in swept if word.startswith(_LAYOUT)]  # the fields beside it hold for every layout
-        given = [word for word in words.subjects if not (whole and word.startswith(_LAYOUT))]
-        line = overrides.parse([*whole, *given, *(word for word in swept if word not in whole)])
         try:
-            loaded = load_words(line)
+            loaded = load_words(_line(words, values))
             if loaded.job.layout.auto:
                 loaded = planned(loaded, measures=False)
             found.append(Point(values, loaded, *predicted(loaded.job)))
@@ -114,6 +110,18 @@ def points(
     if all(point.prediction is None for point in found):
         raise JobError(list(dict.fromkeys(point.problem for point in found)))
     return found
+
+
+def _line(words: Words, values: Mapping[str, str]) -> CommandLine:
+    """Returns the command line of a combination. A swept layout takes the place of the job's, in whatever form that is
+    given; fields that are given beside it hold for every layout."""
+    line = overrides.parse([*words.subjects, *(f"{name}={value}" for name, value in values.items())])
+    if "layout" in values:
+        own = f"command line: layout={values['layout']}"
+        whole = {each.origin for each in line.settings if each.implied} - {own}  # implied: a whole layout leaves it out
+        kept = [each for each in line.settings if each.origin not in whole]
+        line.settings[:] = sorted(kept, key=lambda each: each.origin != own)
+    return line
 
 
 def _subject(found: Sequence[Point]) -> str:
@@ -137,7 +145,7 @@ def text(found: Sequence[Point]) -> str:
                 " ".join(f"{name}={value}" for name, value in point.values.items())
             )
     rows = aligned([[*names, *_HEAD], *(point.row() for point in found)], sides)
-    reasons = [f"refused: {listed(points, 3)}: {problem}" for problem, points in refused.items()]
+    reasons = [f"refused: {listed(combinations, 3)}: {problem}" for problem, combinations in refused.items()]
     return "\n".join([_subject(found), "", *rows, *([""] if reasons else []), *reasons])
 
 

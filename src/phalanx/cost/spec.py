@@ -169,7 +169,8 @@ class StepSpec(Hashed):
     given: bool = True
     """Whether layout and batch are known; False: parts of them were filled in for a row of a table."""
     compared: Compared = ""
-    """What the loss compares (DPO, GRPO): the factors of its tokens' gradients are known at the end."""
+    """What the loss compares (pairs: DPO, completions: GRPO). Each token's gradient is then scaled by a factor that
+    depends on the whole sequence."""
 
     @property
     def fitted(self) -> bool:

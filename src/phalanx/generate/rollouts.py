@@ -96,9 +96,9 @@ class Rollouts:
         """The reference model's values of the trained parameters here; empty without one."""
         self.micro_batches: list[MicroBatch] = []
         self.facts: dict[str, float] = {}
-        """Of the present batch, with the names they have in metrics.jsonl."""
+        """Figures of the current batch, by their names in metrics.jsonl."""
         self.used = self.all_used = 0
-        """Positions of the present batch that are no padding, and of all batches."""
+        """Positions without padding, in the current batch and in all batches so far."""
 
     def _decoder(self) -> Decoder:
         """Returns a decoder without parameters, of this rank's layers and parts of matrices."""

@@ -72,7 +72,7 @@ class MicroTensors:
     conversations: Conversations | None = None
     """What routers count; None if every sequence is one conversation without padding."""
     further: tuple[FurtherTokens, ...] = ()
-    """Of each module for a further token."""
+    """The inputs and targets of each module for further tokens."""
 
     @property
     def positions(self) -> Tensor:
@@ -234,7 +234,7 @@ class PairLoss:
         self._sums = sums if self._sums is None else self._sums + sums
 
     facts = staticmethod(PairFacts.of)
-    """What the sums that `take` returns say, added over all ranks."""
+    """Returns the facts that follow from the sums of `take`, added over all ranks."""
 
 
 @dataclass(frozen=True)
@@ -301,7 +301,7 @@ class PolicyLoss:
         return torch.zeros(4, dtype=torch.float64, device=like.device) if sums is None else sums
 
     facts = staticmethod(PolicyFacts.of)
-    """What the sums that `take` returns say, added over all ranks."""
+    """Returns the facts that follow from the sums of `take`, added over all ranks."""
 
 
 class Objective(nn.Module):

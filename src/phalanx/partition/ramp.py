@@ -54,18 +54,21 @@ def ramp_of(job: Job) -> Ramp:
 
 @lru_cache(64)
 def _ramp(global_batch: int, layout: Layout, batches: str, lengths: str, seq_len: int) -> Ramp:
-    whole = solve(global_batch, layout)
-    of_batch, of_length = runs(batches), runs(lengths)
-    starts = sorted({0, *(end for end, _ in of_batch), *(end for end, _ in of_length)})
     phases, samples = list[RampPhase](), 0
-    for number, first in enumerate(starts):
-        size = next((size for end, size in of_batch if first < end), 0)
-        length = next((length for end, length in of_length if first < end), seq_len)
-        phase = RampPhase(first, samples, solve(size, layout) if size else whole, max(1, seq_len // length))
-        phases.append(phase)
-        if number + 1 < len(starts):
-            samples += (starts[number + 1] - first) * phase.batch.global_batch
+    for first, end, size, length in _phases(global_batch, batches, lengths, seq_len):
+        phases.append(RampPhase(first, samples, solve(size, layout), max(1, seq_len // length)))
+        samples += ((end or first) - first) * phases[-1].batch.global_batch
     return Ramp(tuple(phases))
+
+
+def _phases(global_batch: int, batches: str, lengths: str, seq_len: int) -> Iterator[tuple[int, int | None, int, int]]:
+    """Yields the steps before each phase and at its end, its global batch, and the length of its sequences; the last
+    phase has no end."""
+    of_batch, of_length = runs(batches), runs(lengths)
+    ends = sorted({end for end, _ in (*of_batch, *of_length)})
+    for first, end in zip([0, *ends], [*ends, None], strict=True):
+        size = next((size for at, size in of_batch if first < at), global_batch)
+        yield first, end, size, next((length for at, length in of_length if first < at), seq_len)
 
 
 def runs(ramp: str) -> list[tuple[int, int]]:
@@ -80,15 +83,12 @@ def runs(ramp: str) -> list[tuple[int, int]]:
 
 def phase_jobs(job: Job) -> Iterator[tuple[str, Job]]:
     """Yields, for each phase before the whole steps, its steps in words and the job whose every step is of its size."""
-    ramp = replace(job.train, batch_ramp="", seq_ramp="")
+    train = replace(job.train, batch_ramp="", seq_ramp="")
     whole = job.train.global_batch or solve(0, job.layout).global_batch
-    ends = sorted({end for text in (job.train.batch_ramp, job.train.seq_ramp) for end, _ in runs(text)})
-    for first, end in zip([0, *ends], ends, strict=False):
-        size = next((size for at, size in runs(job.train.batch_ramp) if first < at), whole)
-        length = next((length for at, length in runs(job.train.seq_ramp) if first < at), job.model.seq_len)
-        words = f"steps {first + 1} to {end}, global batch {size}, sequences of {length} tokens"
-        model = replace(job.model, seq_len=length)
-        yield words, replace(job, model=model, train=replace(ramp, global_batch=size))
+    for first, end, size, length in _phases(whole, job.train.batch_ramp, job.train.seq_ramp, job.model.seq_len):
+        if end is not None:
+            words = f"steps {first + 1} to {end}, global batch {size}, sequences of {length} tokens"
+            yield words, replace(job, model=replace(job.model, seq_len=length), train=replace(train, global_batch=size))
 
 
 def assumption(job: Job) -> str:

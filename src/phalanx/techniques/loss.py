@@ -4,7 +4,8 @@ logits of some tokens at a time."""
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from phalanx.config.corpora import PAIR, has_pairs, has_prompts
 from phalanx.config.fields import get
@@ -14,6 +15,42 @@ from phalanx.nearest import did_you_mean
 from phalanx.partition import derived as batch
 from phalanx.partition.derived import flushes, is_offloaded, stashes
 from phalanx.techniques.technique import Problem, Technique
+
+_OF_PAIRS = {
+    "layout.sync": ("bsp", "the loss of pairs needs sync=bsp"),
+    "layout.data_parallel": ("ddp", "threads would cut pairs"),
+}
+_OF_REWARDS = {
+    "model.tied": (False, "a reward model has a head of its own"),
+    "layout.loss_chunk": (0, "a reward model has no logits to save"),
+    "model.lora.rank": (0, "adapters leave the head of the reward as it begins"),
+    "model.mtp": (0, "a reward model predicts no tokens"),
+    "model.logit_softcap": (0.0, "a reward model has no logits"),
+    "model.logit_divisor": (1.0, "a reward model has no logits"),
+}
+_OF_COMPLETIONS = {
+    "model.dropout": (0.0, "makes training differ from generation"),
+    "layout.sync": ("bsp", "replicas must train on completions of one policy"),
+    "layout.data_parallel": ("ddp", "threads cannot generate"),
+    "model.mtp": (0, "the loss of completions has no part for further tokens"),
+    "model.reward": (False, "a reward model generates nothing"),
+    "train.label_smoothing": (0.0, "the loss of completions has no labels"),
+    "train.neftune_alpha": (0.0, "makes training differ from generation"),
+    "train.batch_ramp": ("", "every batch of completions has the same size"),
+    "train.seq_ramp": ("", "completions are sequences of their own"),
+    "data.readers": (0, "each rank reads the prompts that it generates for"),
+    "layout.tiles": (1, "generation computes whole matrices"),
+    "layout.quantise_weights": ("none", "generation computes with the weights themselves"),
+}
+"""The values that fields must have with preference pairs, reward models and completions (GRPO), and why."""
+
+
+def _must_be(job: Job, values: Mapping[str, tuple[Any, str]]) -> Iterator[Problem]:
+    """Yields every field that has another value than it must have."""
+    for path, (legal, why) in values.items():
+        if (found := get(job, path)) != legal:
+            shown, needed = (str(each).lower() if isinstance(each, bool) else each for each in (found, legal))
+            yield path, f"is {shown}: {why}; nearest legal: {path.rpartition('.')[2]}={needed}"
 
 
 def preference_problems(job: Job) -> Iterator[Problem]:
@@ -37,10 +74,7 @@ def preference_problems(job: Job) -> Iterator[Problem]:
             f"n_layers={job.model.main.n_layers}, as `phalanx import hf` reads it with --layers",
         )
     layout = job.layout
-    if layout.sync != "bsp":
-        yield "layout.sync", f"the loss of pairs needs sync=bsp, is {layout.sync}; nearest legal: sync=bsp"
-    if layout.data_parallel == "threads":
-        yield "layout.data_parallel", "threads would cut pairs; nearest legal: data_parallel=ddp"
+    yield from _must_be(job, _OF_PAIRS)
     if layout.pp > 1 and (not flushes(layout) or stashes(layout)):
         yield "layout.schedule", f"{layout.schedule} does not end a step's pairs with it; nearest legal: schedule=1f1b"
 
@@ -63,22 +97,11 @@ def pair_batch_problems(job: Job) -> Iterator[Problem]:
 
 def reward_problems(job: Job) -> Iterator[Problem]:
     """Yields what a reward model cannot be combined with."""
-    model = job.model
-    if not model.reward:
+    if not job.model.reward:
         return
     if not has_pairs(job.data):
         yield "data.corpus", f"{job.data.corpus} has no pairs, of which model.reward learns; nearest legal: preferences"
-    if model.tied:
-        yield "model.tied", "a reward model has a head of its own; nearest legal: tied=false"
-    if job.layout.loss_chunk:
-        yield "layout.loss_chunk", "a reward model has no logits to save; nearest legal: loss_chunk=0"
-    if model.lora.rank:
-        yield "model.lora.rank", "adapters leave the head of the reward as it begins; nearest legal: rank=0"
-    if model.mtp:
-        yield "model.mtp", "a reward model predicts no tokens; nearest legal: mtp=0"
-    if model.logit_softcap or model.logit_divisor != 1:
-        path = "model.logit_softcap" if model.logit_softcap else "model.logit_divisor"
-        yield path, f"is of logits, a reward model has none; nearest legal: {'0' if model.logit_softcap else '1'}"
+    yield from _must_be(job, _OF_REWARDS)
 
 
 REWARD = Technique(
@@ -90,21 +113,6 @@ REWARD = Technique(
 )
 REWARDS = ("exact", "number", "regex")
 """The built-in rewards (generate/rewards.py)."""
-_REFUSED = {
-    "model.dropout": (0.0, "makes training differ from generation"),
-    "layout.sync": ("bsp", "replicas must train on completions of one policy"),
-    "layout.data_parallel": ("ddp", "threads cannot generate"),
-    "model.mtp": (0, "the loss of completions has no part for further tokens"),
-    "model.reward": (False, "a reward model generates nothing"),
-    "train.label_smoothing": (0.0, "the loss of completions has no labels"),
-    "train.neftune_alpha": (0.0, "makes training differ from generation"),
-    "train.batch_ramp": ("", "every batch of completions has the same size"),
-    "train.seq_ramp": ("", "completions are sequences of their own"),
-    "data.readers": (0, "each rank reads the prompts that it generates for"),
-    "layout.tiles": (1, "generation computes whole matrices"),
-    "layout.quantise_weights": ("none", "generation computes with the weights themselves"),
-}
-"""The values that fields must have, and why."""
 
 
 def policy_problems(job: Job) -> Iterator[Problem]:
@@ -118,9 +126,7 @@ def policy_problems(job: Job) -> Iterator[Problem]:
             )
         return
     yield from _reward_problems(options)
-    for path, (legal, why) in _REFUSED.items():
-        if (found := get(job, path)) != legal:
-            yield path, f"is {found}: {why} (GRPO); nearest legal: {path.rpartition('.')[2]}={legal}"
+    yield from _must_be(job, _OF_COMPLETIONS)
     if job.train.precision == "fp8":
         yield "train.precision", "generation does not multiply in 8 bits (GRPO); nearest legal: bf16"
     if is_offloaded(job.layout, "parameters"):

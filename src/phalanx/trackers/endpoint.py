@@ -7,6 +7,7 @@ axis, source or GPU have it as a label. Every sample has the label `run`."""
 from __future__ import annotations
 
 import json
+import math
 import re
 import socket
 import threading
@@ -88,13 +89,13 @@ def _numbers(event: str, field: str, value: Any) -> Iterator[tuple[dict[str, str
         for place, each in enumerate(number) if isinstance(number, list) else [("", number)]:
             if each is None or (isinstance(each, int | float) and not isinstance(each, bool)):
                 more = dict(zip(names, path.split("\0"), strict=False)) if path else {}
-                yield more | ({"expert": str(place)} if place != "" else {}), float("nan") if each is None else each
+                yield more | ({"expert": str(place)} if place != "" else {}), math.nan if each is None else each
 
 
 def _sample(name: str, labels: Mapping[str, str], value: float) -> str:
     # JSON escapes backslashes, quotes and ends of lines as the format does; other characters stay.
     inside = ",".join(f"{label}={json.dumps(text, ensure_ascii=False)}" for label, text in labels.items())
-    return f"{name}{{{inside}}} {'NaN' if value != value else value}\n"  # noqa: PLR0124
+    return f"{name}{{{inside}}} {'NaN' if math.isnan(value) else value}\n"
 
 
 class _MetricsServer(ThreadingTCPServer):

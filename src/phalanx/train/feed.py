@@ -66,7 +66,7 @@ class DataReaders:
 
     def __init__(self, readers: int, layout: Layout, mesh: Mesh):
         self.axis, self.followers = Axis("data"), list[int]()
-        """Of a reader: the data rank of each rank of `axis` but itself."""
+        """On a reader, the data rank of each of its followers, the other ranks of `axis`."""
         self._unsent = deque[tuple[torch.Tensor, Pending]]()
         if not readers or layout.world == 1:
             return
