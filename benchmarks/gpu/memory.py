@@ -27,43 +27,32 @@ SINGLE_DEVICE = {
 """Layouts of one device."""
 
 
-def together(ranks: int) -> dict[str, list[str]]:
-    """Returns the layouts of `ranks` devices."""
-    data = ["layout.micro_batch=2"]
-    cut = {"DDP": [f"layout.dp_replicate={ranks}"], "TP, SP": [f"layout.tp={ranks}", "layout.sp=true"]}
-    cut |= {f"ZeRO-{stage}": [f"layout.dp_shard={ranks}", f"layout.zero={stage}"] for stage in (1, 2, 3)}
-    cut |= {"1F1B": [f"layout.pp={ranks}", f"layout.accumulation={2 * ranks}"], "ring": [f"layout.cp={ranks}"]}
-    return {f"{name} on {ranks}": [*data, *words] for name, words in cut.items()}
-
-
 def cases(setting: Setting) -> list[Case]:
     chosen = [shapes.TINY] if setting.quick else [s for s in shapes.GPT if s.name in ("125M", "350M", "1.3B")]
-    layouts = {name: (words, 1) for name, words in SINGLE_DEVICE.items()}
-    if setting.quick:
-        layouts = {"recompute=full": layouts["recompute=full"]}
-    elif setting.gpus > 1:
-        ranks = 2 if setting.gpus < 4 else 4
-        layouts |= {name: (words, ranks) for name, words in together(ranks).items()}
+    layouts = {"recompute=full": SINGLE_DEVICE["recompute=full"]} if setting.quick else SINGLE_DEVICE
     return [
-        Case(f"{shape.name}, {name}", partial(measure, setting, shape, words, ranks))
+        Case(f"{shape.name}, {name}", partial(measure, setting, shape, words))
         for shape in chosen
-        for name, (words, ranks) in layouts.items()
+        for name, words in layouts.items()
     ]
 
 
-def measure(setting: Setting, shape: Shape, layout: list[str], ranks: int) -> dict[str, Any]:
-    """Returns bytes on the first rank. Raises SkippedError if the device has too little memory, or as training."""
+def room(setting: Setting, shape: Shape, layout: list[str], ranks: int) -> tuple[dict[str, Any], list[str]]:
+    """Returns the prediction and the words of a training. Raises SkippedError if the device has too little memory."""
     prediction = shapes.predict(setting, shape, *layout, ranks=ranks)
-    tensors, peak = shapes.tensors(prediction), prediction["memory"]["peak"]
+    peak = prediction["memory"]["peak"]
     if peak > MAX_MEMORY_FRACTION * setting.memory:
         raise SkippedError(f"{peak / 2**30:.1f} GiB predicted, the device has {setting.memory / 2**30:.1f} GiB")
-    words = shapes.training(setting, shape, *layout)
+    return prediction, shapes.training(setting, shape, *layout)
+
+
+def measure(setting: Setting, shape: Shape, layout: list[str]) -> dict[str, Any]:
+    """Returns bytes of one device. Raises SkippedError if the device has too little memory, or as training."""
+    prediction, words = room(setting, shape, layout, 1)
     rows = commands.train(words, steps=STEPS, limit_s=LIMIT_S)
-    first = prediction["memory_by_rank"][0]
     return {
         "measured": rows[-1]["memory"],
-        "predicted": first["peak"] - first["reserved"],
-        "predicted_largest_rank": tensors,
+        "predicted": shapes.tensors(prediction),
         "predicted_parts": prediction["memory"],
         "command": commands.shown(commands.phalanx("train", *words)),
     }
@@ -80,4 +69,4 @@ def table(outcomes: Mapping[str, Outcome]) -> list[Row]:
     return rows
 
 
-PART = Part("memory", "Memory: the allocator's peak on the first rank beside the predicted one", cases, table)
+PART = Part("memory", "Memory: the allocator's peak beside the predicted one", cases, table)

@@ -10,11 +10,12 @@ from typing import Any
 from benchmarks.gpu import commands, shapes
 from benchmarks.gpu.part import Case, Part
 from benchmarks.gpu.results import Outcome, Row, reason
-from benchmarks.gpu.setting import ROOT, Setting
+from benchmarks.gpu.setting import Setting
 
 VERIFY_S = 3600.0
 TRAIN_S = 300.0
-JOB = str(ROOT / "examples" / "main.yaml")
+JOB = "examples/main.yaml"
+"""Commands run in ROOT."""
 GPT = ["model.norm=layernorm", "model.positions=learned", "model.activation=gelu", "model.bias=true"]
 KINDS = {
     "GPT, every technique and every pair of techniques": [*GPT, "--max-ranks", "8"],

@@ -134,7 +134,12 @@ def known(name: str) -> str | None:
 
 def tensors(prediction: dict[str, Any]) -> int:
     """Predicted bytes of tensors, as torch.cuda.max_memory_allocated counts them, on the rank that has most."""
-    return max(memory["peak"] - memory["reserved"] for memory in prediction["memory_by_rank"])
+    return max(map(tensors_of, prediction["memory_by_rank"]))
+
+
+def tensors_of(memory: dict[str, int]) -> int:
+    """Predicted bytes of tensors of one rank."""
+    return memory["peak"] - memory["reserved"]
 
 
 def fitting(setting: Setting, shape: Shape) -> tuple[list[str], dict[str, Any]] | str:

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -22,13 +23,14 @@ from benchmarks.gpu import (
     nanogpt,
     parity,
     plain_gpt,
+    several,
     shapes,
     throughput,
     torchtitan_llama,
 )
 from benchmarks.gpu.part import Case, Part, SkippedError
 from benchmarks.gpu.results import Results, markdown
-from benchmarks.gpu.setting import Setting, find, slug
+from benchmarks.gpu.setting import ROOT, Setting, find, slug
 
 from phalanx.check.load import load_file
 from phalanx.cli.main import main as phalanx
@@ -116,7 +118,10 @@ def test_no_gpu_is_one_message(capsys):
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["--only", "parity,speed"], "--only: no part speed; there are parity, memory, throughput, kernels, compute"),
+        (
+            ["--only", "parity,speed"],
+            "--only: no part speed; there are parity, memory, throughput, several, kernels, compute",
+        ),
         (["--device", "cpu"], "--device cpu rehearses tiny sizes: add --quick"),
     ],
 )
@@ -193,7 +198,8 @@ def test_every_case_for_a_gpu_has_its_own_name():
     for part in gpu.PARTS.values():
         for setting in (H100, Setting("cuda", False, "X", 8, 2**37), find("cpu", quick=True)):
             names = [case.name for case in part.cases(setting)]
-            assert len(set(names)) == len(names) > 0
+            assert len(set(names)) == len(names)
+            assert names or (part is several.PART and setting is H100)
 
 
 def test_where_time_is_short_the_worthiest_come_first_and_the_rest_waits(tmp_path, capsys, monkeypatch):
@@ -219,7 +225,7 @@ def test_where_time_is_short_the_worthiest_come_first_and_the_rest_waits(tmp_pat
 
 
 def test_every_pattern_of_worth_is_of_a_case():
-    cases = [(part, case) for part in gpu.PARTS.values() for case in part.cases(H100)]
+    cases = [(part, case) for part in gpu.PARTS.values() for case in part.cases(replace(H100, gpus=2))]
     assert {gpu.worth(*each) for each in cases} == {*range(len(gpu.WORTH) + 1)}
 
 
@@ -269,7 +275,7 @@ def test_what_does_not_fit_is_skipped_with_its_size():
         throughput.ours(H100, shapes.GPT[-1], compiled=False)
     small = Setting("cuda", False, "X", 1, 2**30)
     with pytest.raises(SkippedError, match=r"GiB predicted, the device has 1\.0 GiB"):
-        memory.measure(small, shapes.GPT[0], ["layout.micro_batch=4"], 1)
+        memory.measure(small, shapes.GPT[0], ["layout.micro_batch=4"])
 
 
 @pytest.mark.usefixtures("_predicts_here")
@@ -305,7 +311,7 @@ def test_memory_that_runs_out_is_told_apart():
 
 def test_an_interrupted_run_goes_on(tmp_path):
     argv = [sys.executable, "-m", "benchmarks.gpu", *REHEARSAL, "--only", "throughput", "--out", str(tmp_path)]
-    process = subprocess.Popen(argv, stderr=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2])
+    process = subprocess.Popen(argv, stderr=subprocess.PIPE, text=True, cwd=ROOT)
     assert process.stderr
     while "phalanx ..." not in process.stderr.readline():
         time.sleep(0.01)
@@ -366,18 +372,48 @@ def test_a_device_is_a_file_name():
 
 @pytest.mark.usefixtures("_predicts_here")
 def test_every_layout_of_memory_is_one_that_is_predicted():
-    for ranks, layouts in ((1, memory.SINGLE_DEVICE), (4, memory.together(4))):
-        for words in layouts.values():
-            prediction = shapes.predict(H100, shapes.GPT[0], *words, ranks=ranks)
-            assert len(prediction["memory_by_rank"]) == (4 if "layout.pp=4" in words else 1)
-            assert shapes.tensors(prediction) < H100.memory
+    for words in memory.SINGLE_DEVICE.values():
+        assert shapes.tensors(shapes.predict(H100, shapes.GPT[0], *words)) < H100.memory
+
+
+@pytest.mark.usefixtures("_predicts_here")
+@pytest.mark.parametrize("ranks", several.COUNTS)
+def test_every_layout_of_several_gpus_is_predicted_and_fits(ranks):
+    cases = several.cases(Setting("cuda", False, "NVIDIA H100 80GB HBM3", ranks, H100.memory))
+    assert len(cases) == 9 * (several.COUNTS.index(ranks) + 1)
+    for shape, layouts in ((shapes.GPT[3], several.DENSE), (shapes.OTHERS[1], several.EXPERTS)):
+        for words in several.together(ranks, layouts).values():
+            prediction, _ = memory.room(H100, shape, words, ranks)
+            assert round(prediction["tps_total"] / prediction["tps"]) == ranks
+
+
+def test_every_layout_of_several_gpus_is_rehearsed_on_fake_ones(capsys):
+    dense = replace(shapes.TINY, layers=8, width=64, heads=8)
+    mixture = replace(shapes.TINY_OTHERS[1], more={**shapes.TINY_OTHERS[1].more, "moe.n_experts": 8})
+    for shape, layouts in ((dense, several.DENSE), (mixture, several.EXPERTS)):
+        for words in several.together(8, layouts).values():
+            assert phalanx(["dryrun", *shapes.training(H100, shape, *words), "cluster=dgx-h100", "--json"]) == 0
+            assert json.loads(capsys.readouterr().out)["world"] == 8
+
+
+def test_several_processes_stand_for_gpus(tmp_path, monkeypatch):
+    monkeypatch.setattr(several, "DENSE", {"TP, SP": several.DENSE["TP, SP"]})
+    found = rehearse(tmp_path, "--only", "several")["parts"]["several"]
+    assert [*found] == ["tiny, TP, SP on 2", "tiny mixture, EP on 2"]
+    for case in found.values():
+        assert case["tokens_per_s"] * case["step_s"] == pytest.approx(2 * 16 * (2 if "ep=2" in case["command"] else 1))
+    shown = {"step_s": 0.1, "predicted_step_s": 0.11, "tokens_per_s": 1e5, "mfu": 0.5}
+    shown |= {"memory": 2**30, "predicted_memory": 2**29}
+    rows = several.PART.table({"a": shown, "b": {"failed": "out of memory"}})
+    assert rows[1] == ("a", "100,000", "50.0%", "100.0", "110.0", "+10.0%", "1.00", "0.50", "-50.0%")
+    assert rows[2] == ("b", "failed: out of memory")
 
 
 @pytest.mark.parametrize("words", parity.KINDS.values(), ids=parity.KINDS)
 def test_every_kind_of_model_has_layouts_to_compare_on_a_gpu(words):
     asked = [word for word in words if "=" in word]
     ranks = int(words[words.index("--max-ranks") + 1])
-    job = load_file(Path(parity.JOB), [*asked, "cluster.device=cuda"]).job
+    job = load_file(ROOT / parity.JOB, [*asked, "cluster.device=cuda"]).job
     chosen = select(job, schedules="--schedules" in words, max_ranks=ranks)
     assert len(chosen.layouts) > 20
     assert max(layout.processes for layout in chosen.layouts) == ranks
