@@ -1,9 +1,10 @@
-"""Gloo's own collectives against those of phalanx.comm.axis with the same result, interleaved.
+"""Gloo's own collectives against those of phalanx.comm.axis with the same result, over sockets and through memory that
+ranks share, interleaved.
 
     python -m benchmarks.axis [--ranks 2] [--rounds 15]
 
-Marks: none; the figures are why comm/axis.py does not call the backend's reduce-scatter and all-gather on a CPU, nor
-its all-reduce for a few bytes.
+Marks: shared memory is the fastest at every size. The others are why comm/axis.py does not call the backend's
+reduce-scatter and all-gather on a CPU, nor its all-reduce for a few bytes.
 """
 
 from __future__ import annotations
@@ -32,21 +33,27 @@ def measure(ranks: Ranks, rounds: int) -> dict[str, dict[str, float]]:
     group = dist.group.WORLD
     assert isinstance(group, dist.ProcessGroup), "the pool has made the group"
     keep_freed_memory()  # as in training: buffers are not faulted in again for every call
-    axis = Axis("all", ranks.world, ranks.rank, group)
-    return {name: _one_size(axis, size, rounds) for name, size in SIZES.items()}
+    axes = {"sockets": Axis("all", ranks.world, ranks.rank, group)}
+    axes["shared"] = Axis("all", ranks.world, ranks.rank, group).share()
+    return {name: _one_size(axes, size, rounds) for name, size in SIZES.items()}
 
 
-def _one_size(axis: Axis, size: int, rounds: int) -> dict[str, float]:
-    n = size // 4 // axis.size * axis.size
-    whole, part = torch.ones(n), torch.ones(n // axis.size)
+def _one_size(axes: dict[str, Axis], size: int, rounds: int) -> dict[str, float]:
+    ranks = axes["shared"].size
+    n = size // 4 // ranks * ranks
+    whole, part = torch.ones(n), torch.ones(n // ranks)
     ways: dict[str, Callable[[], Any]] = {
         "all-reduce, gloo": lambda: dist.all_reduce(whole),
-        "all-reduce, here": lambda: axis.all_reduce(whole).wait(),
         "reduce-scatter, gloo": lambda: dist.reduce_scatter_tensor(part, whole),
-        "reduce-scatter, here": lambda: axis.reduce_scatter(part, whole).wait(),
         "all-gather, gloo": lambda: dist.all_gather_into_tensor(whole, part),
-        "all-gather, here": lambda: axis.all_gather(whole, part).wait(),
     }
+    for name, axis in axes.items():
+        ways |= {
+            f"all-reduce, {name}": lambda axis=axis: axis.all_reduce(whole).wait(),
+            f"reduce-scatter, {name}": lambda axis=axis: axis.reduce_scatter(part, whole).wait(),
+            f"all-gather, {name}": lambda axis=axis: axis.all_gather(whole, part).wait(),
+        }
+    ways = dict(sorted(ways.items()))
     seconds: dict[str, list[float]] = {way: [] for way in ways}
     for number in range(rounds + 2):
         for way, call in ways.items():
@@ -70,7 +77,12 @@ def main() -> None:
     table = [("ms", *found)]
     table += [(way, *(f"{1000 * found[size][way]:.2f}" for size in found)) for way in ways]
     result = {"benchmark": "axis", "machine": machine(), "ranks": options.ranks, "seconds": found}
-    save("axis", result, table, f"Collectives on gloo, {options.ranks} ranks: the backend's and ours")
+    save(
+        "axis",
+        result,
+        table,
+        f"Collectives of {options.ranks} ranks: gloo's own, ours over its sockets, and through shared memory",
+    )
 
 
 if __name__ == "__main__":

@@ -22,9 +22,10 @@ from phalanx.units import gib
 DTYPES = [torch.float32, torch.float64, torch.bfloat16]
 
 
-def axis_of(ranks, kind: type[Axis] = Axis) -> Axis:
+def axis_of(ranks, kind: type[Axis] = Axis, shared: bool = True) -> Axis:
     everyone = dist.distributed_c10d._get_default_group()
-    return kind("tp", ranks.world, ranks.rank, everyone, Ledger())
+    axis = kind("tp", ranks.world, ranks.rank, everyone, Ledger())
+    return axis.share() if shared else axis
 
 
 def data(ranks, *shape: int, dtype: torch.dtype) -> torch.Tensor:
@@ -33,9 +34,10 @@ def data(ranks, *shape: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.randint(-8, 9, shape, generator=generator).to(dtype)
 
 
-def compare_all(ranks, dtype, kind=Axis):
+def compare_all(ranks, dtype, kind, shared):
     """Every collective of the axis equals torch's; returns what went over the axis."""
-    axis, world = axis_of(ranks, kind), ranks.world
+    axis, world = axis_of(ranks, kind, shared), ranks.world
+    assert (axis.shared is not None) == shared
     large = LATENCY_BOUND_BYTES // dtype.itemsize + 3
     for shape in ((1,), (3, 5), (large,)):
         for op in (dist.ReduceOp.SUM, dist.ReduceOp.MAX):
@@ -74,15 +76,45 @@ def compare_all(ranks, dtype, kind=Axis):
         dist.broadcast(expected, 0)
         axis.broadcast(x).wait()
         assert torch.equal(x, expected)
+
+        sizes = [(ranks.rank + 2 * other) % 3 * n for other in range(world)]
+        counts = [(other + 2 * ranks.rank) % 3 * n for other in range(world)]
+        x = data(ranks, sum(sizes), 2, dtype=dtype)
+        expected = torch.empty(sum(counts), 2, dtype=dtype)
+        dist.all_to_all_single(expected, x, counts, sizes)
+        received = torch.empty_like(expected)
+        axis.all_to_all(received, x, counts, sizes).wait()
+        assert torch.equal(received, expected)
+        whole, expected = data(ranks, world * n, dtype=dtype), torch.empty(world * n, dtype=dtype)
+        dist.all_to_all_single(expected, whole)
+        received = torch.empty_like(whole)
+        axis.all_to_all(received, whole).wait()
+        assert torch.equal(received, expected)
+
+        gone, came = data(ranks, n, dtype=dtype), torch.empty(n, dtype=dtype)
+        axis.rotate(came, gone).wait()
+        every = torch.empty(world * n, dtype=dtype)
+        dist.all_gather_into_tensor(every, gone)
+        assert torch.equal(came, every.view(world, n)[ranks.rank - 1])
+        axis.shift(came, gone, -1).wait()
+        assert torch.equal(came, every.view(world, n)[(ranks.rank + 1) % world])
     return {kind: entry.calls for (_, kind), entry in axis.ledger.entries.items()}
 
 
 @pytest.mark.parametrize("kind", [Axis, StagedAxis])
+@pytest.mark.parametrize("shared", [False, True], ids=["sockets", "shared memory"])
 @pytest.mark.parametrize("world", [2, 3, 5])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_every_collective_equals_the_backends(ranks, world, dtype, kind):
-    for calls in ranks(compare_all, world, dtype, kind):
-        assert calls == {"all_reduce": 6, "reduce_scatter": 6, "all_gather": 6, "broadcast": 3}
+def test_every_collective_equals_the_backends(ranks, world, dtype, shared, kind):
+    for calls in ranks(compare_all, world, dtype, kind, shared):
+        assert calls == {
+            "all_reduce": 6,
+            "reduce_scatter": 6,
+            "all_gather": 6,
+            "broadcast": 3,
+            "all_to_all": 6,
+            "send": 6,
+        }
 
 
 def several_under_way(ranks):

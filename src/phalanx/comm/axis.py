@@ -1,8 +1,9 @@
 """The collectives along one axis of the mesh. Training communicates only here, so this is where traffic is counted.
 
-On gloo three of them are composed of other calls than the backend's own, which copies more than necessary (2 ranks, 43
-MiB on two cores: reduce-scatter 66 ms, here 42; all-gather 61 ms, here 26; `python -m benchmarks.axis`). They also sum
-in rank order, so that a sum does not depend on the position of a value in a buffer.
+CPU tensors of ranks on one machine travel through memory that they share (comm/shared.py), others through the backend.
+On gloo three collectives are composed of other calls than the backend's own, which copies more than necessary (2
+ranks, 43 MiB on two cores: reduce-scatter 66 ms, here 42; all-gather 61 ms, here 26; `python -m benchmarks.axis`).
+These and shared memory sum in rank order, so that a sum does not depend on the position of a value in a buffer.
 
 `StagedAxis` is for tensors on a GPU whose process group is gloo's. NCCL takes one rank per GPU; where several share
 one, as in `phalanx verify --device cuda` with a single GPU, messages are copied to the host, sent, and copied back.
@@ -17,7 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import wraps
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 import torch
 import torch.distributed as dist
@@ -25,6 +26,7 @@ from torch import Tensor
 
 from phalanx.comm.agree import gather_json
 from phalanx.comm.calls import CallLog, ObservedCall, reduction
+from phalanx.comm.shared import SharedGroup, Taken, share
 from phalanx.cost.communication import Collective, sent_bytes
 from phalanx.launch.watchdog.heartbeat import Call
 from phalanx.units import counted, gib
@@ -97,6 +99,8 @@ LATENCY_BOUND_BYTES = 64 * 1024
 """Bytes up to which gloo's latency is all that counts: an all-reduce then gathers everything and adds locally."""
 DIRECT_RANKS = 16
 """Ranks from which on gloo's own all-gather beats one message a pair."""
+IN_CACHE = 2**15
+"""Elements that several ranks' values are summed at a time."""
 
 # torch 2.13 renamed these two.
 _all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -152,9 +156,16 @@ class Axis:
         self.ledger = ledger or Ledger()
         self.calls = CallLog(name, group)
         self.gloo = group is not None and not self.calls.device_backend
+        self.shared: SharedGroup | None = None
 
     def __repr__(self) -> str:
         return f"{self.name} {self.rank}/{self.size}"
+
+    def share(self) -> Self:
+        """Sends through shared memory from now on if all ranks are on this machine. All of them must call it."""
+        if self.group is not None and self.gloo:
+            self.shared = share(self.group)
+        return self
 
     def all_reduce(self, x: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Pending:
         """Replaces `x` by the sum (or, by `op`, the maximum) over the ranks, in place."""
@@ -162,6 +173,9 @@ class Axis:
             return _Then(())
         self.count("all_reduce", x)
         call = self.calls.begin("all_reduce" if op == dist.ReduceOp.SUM else reduction(op), x)
+        if self.shared is not None:
+            every = self._put(x)
+            return _Then(_others(every), call, lambda: _total(every, x, x, op))
         if self.gloo and x.nbytes <= LATENCY_BOUND_BYTES and self.size < DIRECT_RANKS:
             every = x.new_empty(self.size, x.numel())
             every[self.rank].copy_(x.flatten())
@@ -179,6 +193,10 @@ class Axis:
         call = self.calls.begin("reduce_scatter", whole)
         if not self.gloo:
             return _Then([_reduce_scatter(part, whole, group=self.group, async_op=True)], call)
+        if self.shared is not None:
+            rows = whole.reshape(self.size, *part.shape)
+            taken = self._trade(list(rows.unbind()))
+            return _Then(_others(taken), call, lambda: _total(taken, rows[self.rank], part))
         received = torch.empty_like(whole)
         work = dist.all_to_all_single(received, whole, group=self.group, async_op=True)
         return _Then([work], call, lambda: torch.sum(received.view(self.size, -1), dim=0, out=part))
@@ -196,6 +214,10 @@ class Axis:
             mine.copy_(part)
         if self.size == 1:
             return _Then(())
+        if self.shared is not None:
+            every = self._put(part)
+            rows = whole.view(self.size, *part.shape)
+            return _Then(_others(every), call, lambda: _copy(every, rows.unbind()))
         if not self.gloo or self.size >= DIRECT_RANKS:
             return _Then([_all_gather(whole, part, group=self.group, async_op=True)], call)
         return _Then(self._exchange(whole.view(self.size, -1)), call)
@@ -206,6 +228,12 @@ class Axis:
             return _Then(())
         self.count("broadcast", x)
         call = self.calls.begin("broadcast", x, root=source)
+        if self.shared is not None:
+            number = self.shared.begin()
+            if self.rank == source:
+                self.shared.put(number, x)
+                return _Then((), call)
+            return self._arrival(self.shared.take(number, source), x, call)
         return _Then([dist.broadcast(x, group=self.group, group_src=source, async_op=True)], call)
 
     def send(self, x: Tensor, target: int) -> None:
@@ -220,11 +248,16 @@ class Axis:
         """Starts sending `x` to the axis's rank `target`. Messages to one rank keep their order."""
         self.count("send", x)
         call = self.calls.send(x, target)
+        if self.shared is not None:
+            self.shared.send(x, target)
+            return _Then((), call)
         return _Then([dist.isend(x, group=self.group, group_dst=target)], call)
 
     def start_receive(self, x: Tensor, source: int) -> Pending:
         """Starts receiving into `x` from the axis's rank `source`. Messages from one rank keep their order."""
         call = self.calls.receive(x, source)
+        if self.shared is not None:
+            return self._arrival(self.shared.receive(source), x, call)
         return _Then([dist.irecv(x, group=self.group, group_src=source)], call)
 
     def rotate(self, received: Tensor, x: Tensor) -> Pending:
@@ -232,6 +265,9 @@ class Axis:
         self.count("send", x)
         call = self.calls.begin("rotate", x)
         after, before = (self.rank + 1) % self.size, (self.rank - 1) % self.size
+        if self.shared is not None:
+            self.shared.send(x, after)
+            return self._arrival(self.shared.receive(before), received, call)
         # On NCCL two separate messages between two ranks would wait for each other.
         pair = [
             dist.P2POp(dist.isend, x, group=self.group, group_peer=after),
@@ -246,6 +282,10 @@ class Axis:
             self.count("send", x)
         call = self.calls.begin("shift", x, root=hops % self.size)
         there, back = (self.rank + hops) % self.size, (self.rank - hops) % self.size
+        if self.shared is not None:
+            if x.numel():
+                self.shared.send(x, there)
+            return self._arrival(self.shared.receive(back), received, call) if received.numel() else _Then((), call)
         pair = [
             dist.P2POp(operation, tensor, group=self.group, group_peer=peer)
             for operation, tensor, peer in ((dist.isend, x, there), (dist.irecv, received, back))
@@ -268,12 +308,38 @@ class Axis:
         stays = x.nbytes // self.size if sizes is None else x[: sizes[self.rank]].nbytes
         self.ledger.note(self.name, "all_to_all", x.nbytes - stays)
         call = self.calls.begin("all_to_all", x)
+        if self.shared is not None:
+            rows = x.split(list(sizes)) if sizes is not None else x.chunk(self.size)
+            places = received.split(list(received_sizes)) if received_sizes is not None else received.chunk(self.size)
+            arrived = self._trade(rows, places)
+            places[self.rank].copy_(rows[self.rank])
+            return _Then(_others(arrived), call, lambda: _copy(arrived, places))
         given, taken = (None if s is None else list(s) for s in (sizes, received_sizes))
         return _Then([dist.all_to_all_single(received, x, taken, given, group=self.group, async_op=True)], call)
 
     def gather_json(self, mine: Any) -> list[Any]:
         """Returns a small value (JSON-able) of every rank, in rank order; not counted."""
         return gather_json(mine, self.group) if self.size > 1 else [mine]
+
+    def _put(self, x: Tensor) -> list[Taken | None]:
+        """Gives all ranks `x`. Returns what each of the others gives, in rank order."""
+        assert self.shared is not None, "asked before"
+        number = self.shared.begin()
+        self.shared.put(number, x)
+        return [self.shared.take(number, rank) if rank != self.rank else None for rank in range(self.size)]
+
+    def _trade(self, rows: Sequence[Tensor], places: Sequence[Tensor] | None = None) -> list[Taken | None]:
+        """Gives each rank its row, and takes what it has for this one, in rank order; nothing where that is empty."""
+        assert self.shared is not None, "asked before"
+        found: list[Taken | None] = []
+        for rank, (row, place) in enumerate(zip(rows, places or rows, strict=True)):
+            if rank != self.rank and row.numel():
+                self.shared.send(row, rank)
+            found.append(self.shared.receive(rank) if rank != self.rank and place.numel() else None)
+        return found
+
+    def _arrival(self, taken: Taken, x: Tensor, call: Call | None) -> Pending:
+        return _Then([taken], call, lambda: taken.copy_to(x))
 
     def _exchange(self, rows: Tensor) -> list[Any]:
         """Sends every rank's own row of `rows` (size, n) to all others."""
@@ -293,6 +359,36 @@ def _reduce(rows: Tensor, op: dist.ReduceOp.RedOpType) -> Tensor:
     if op == dist.ReduceOp.SUM:
         return rows.sum(dim=0)
     raise ValueError(f"no reduction {op} here: SUM or MAX")
+
+
+def _others(every: Sequence[Taken | None]) -> list[Taken]:
+    return [taken for taken in every if taken is not None]
+
+
+def _copy(every: Sequence[Taken | None], places: Sequence[Tensor]) -> None:
+    for taken, place in zip(every, places, strict=True):
+        if taken is not None:
+            taken.copy_to(place)
+
+
+def _total(
+    every: Sequence[Taken | None], own: Tensor, out: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
+) -> None:
+    """Sets `out` to the sum (or maximum) of all ranks' values, in rank order: the same bits on every rank."""
+    if not out.is_contiguous():
+        total = torch.empty_like(out, memory_format=torch.contiguous_format)
+        _total(every, own, total, op)
+        out.copy_(total)
+        return
+    rows = [own.reshape(-1) if taken is None else taken.flat(own) for taken in every]
+    out = out.view(-1)
+    if len(rows) == 2 and op == dist.ReduceOp.SUM:
+        torch.add(*rows, out=out)
+    else:  # in parts that stay in the cache
+        for place, *parts in zip(out.split(IN_CACHE), *(row.split(IN_CACHE) for row in rows), strict=True):
+            place.copy_(_reduce(torch.stack(parts), op))
+    for taken in _others(every):
+        taken.done()
 
 
 class _CopyBack:

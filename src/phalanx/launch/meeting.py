@@ -26,6 +26,8 @@ from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from hashlib import sha256
 from pathlib import Path
+from typing import Protocol
+from weakref import WeakSet
 
 from torch._C._distributed_c10d import FileStore, HashStore, Store, TCPStore  # torch.distributed.*, to the type stubs
 
@@ -577,12 +579,25 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 
 # The connections of this process to its peers.
+class Leaving(Protocol):
+    """What connects this process with peers and is no socket, such as memory that ranks share."""
+
+    def leave(self) -> None:
+        """Makes peers that wait for this process fail."""
+        ...
+
+
+connections: WeakSet[Leaving] = WeakSet()
+
+
 def break_connections(keep: Store) -> None:
-    """Ends the TCP connections of this process, but those of the store `keep`, which may go on to serve.
+    """Ends the connections of this process, but those of the store `keep`, which may go on to serve.
 
     A peer inside a collective then fails at once, as it would when this process ends. torch's gloo backend has no such
     operation: `abort` leaves its connections open.
     """
+    for connection in list(connections):
+        connection.leave()
     port = keep.port if isinstance(keep, TCPStore) else 0
     for name in os.listdir("/proc/self/fd"):
         with suppress(OSError):

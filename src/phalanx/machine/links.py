@@ -364,7 +364,7 @@ def _axis(part: Partition, rank: int) -> Axis:
         group = dist.new_group(members)
         if rank in members:
             assert isinstance(group, dist.ProcessGroup), "a member gets the group itself"
-            mine = Axis("bench", len(members), members.index(rank), group)
+            mine = Axis("bench", len(members), members.index(rank), group).share()
     return mine
 
 

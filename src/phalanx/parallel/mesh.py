@@ -164,7 +164,7 @@ class Mesh:
         """Returns the collectives over a process group; through host memory where ranks share a GPU."""
         axis = Axis(name, size, rank, group, self.ledger)
         staged = axis.gloo and self.devices is not None and self.devices.device_type != "cpu"
-        return StagedAxis(name, size, rank, group, self.ledger) if staged else axis
+        return (StagedAxis(name, size, rank, group, self.ledger) if staged else axis).share()
 
     def __str__(self) -> str:
         axes = " × ".join(f"{axis} {size}" for axis, size in self.sizes.items() if size > 1)
