@@ -165,7 +165,9 @@ class TrainState:
     def _read_factors(self, manifest: Manifest) -> Iterator[HeldTensor]:
         """Yields PowerSGD's state where the checkpoint has that of this layout. Otherwise it begins anew."""
         mine = list(self._factors())
-        if mine and all(get(job_of(manifest), path) == get(self.stepper.job, path) for path in FACTORS_DEPEND_ON):
+        before, now = job_of(manifest), self.stepper.job
+        same = all(get(before, path) == get(now, path) for path in FACTORS_DEPEND_ON)
+        if mine and same and mine[0].name in manifest.tensors:
             yield from mine
         elif mine:
             assert self.stepper.replica.compression is not None, "has state"
