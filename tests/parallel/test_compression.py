@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from parallel.steps import CPU, counted_steps, micro_batches, steps, worst
 from parallel.test_predicted_traffic import DEEP, GPT, LLAMA, SWITCH, VOCAB, check, job_of
+from parallel.test_quantised import some
 from phalanx.comm.axis import Axis, Pending
 from phalanx.config import layout_line
 from phalanx.config.job import Job, Optimizer, Train
@@ -38,7 +39,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("model", "line"), CASES)
+@some(CASES, 1, 4, 6, 9)
 def test_every_byte(ranks, model, line):
     check(ranks, job_of(model, layout_line.parse(line)))
 

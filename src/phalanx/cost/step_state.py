@@ -208,14 +208,14 @@ def state_seconds(spec: StepSpec, held: ParameterCounts, parts: int = 1) -> Stat
                     once = seconds(spec.cluster, message.collective, message.size, among[message.among])
                     totals[message.purpose] += parts * once + numbers * codes[message.purpose]
     fetch = fetch_seconds(spec, *held.sent(layout, "parameter"))
-    # FSDP2 does not sum in another form: that follows the backward pass (synchronization_seconds).
+    # Shards are summed in another form after the backward pass (synchronization_seconds).
     beside = 0.0 if sums_late(layout) else totals["sum"]
     return StateSeconds(totals["gather"], totals["regather"], totals["reduce"] + beside, fetch, totals["sum"] - beside)
 
 
 def sums_late(layout: Layout) -> bool:
     """Returns whether replicas sum their gradients after the backward pass."""
-    return layout.compression != "none" and gathers_parameters(layout)
+    return layout.compression != "none" and (layout.shard_ranks > 1 or gathers_parameters(layout))
 
 
 def _owned_seconds(spec: StepSpec, held: ParameterCounts, parts: int) -> StateSeconds:
@@ -313,7 +313,7 @@ def synchronization_seconds(spec: StepSpec, held: ParameterCounts) -> float:
     """Returns the seconds per step of replicas that train by themselves, in which nothing computes. They average the
     optimizer's parameters every `layout.sync_every` steps (local SGD, DiLoCo), or each sends its gradients to a server
     and waits for parameters (asynchronous SGD), whose link is taken to be free. If they sum gradients, what follows
-    the backward pass: compressed sums of ZeRO-3's shards."""
+    the backward pass: compressed sums of shards."""
     layout = spec.layout
     if layout.independent_replicas == 1:
         return state_seconds(spec, held).late if sums_late(layout) else 0.0
