@@ -157,7 +157,7 @@ class CompressedSum:
         yield self.replicas.all_reduce(flat)
         left = parts(flat, left)
         finite = [each.isfinite().all() for each in left]
-        left = [orthonormal(each) for each in left]
+        left = [torch.linalg.qr(each)[0] for each in left]  # an orthonormal basis
         right = []
         for number, p, error in zip(every, left, (each.error for each in factors), strict=True):
             matrix = own(number)
@@ -168,11 +168,6 @@ class CompressedSum:
         for summand, each, p, q, good in zip(summands, factors, left, parts(flat, right), finite, strict=True):
             summand.value.copy_((p @ q.T).view(summand.value.shape))
             each.q.copy_(torch.where(good, q, each.q))
-
-
-def orthonormal(matrix: Tensor) -> Tensor:
-    """Returns an orthonormal basis (n, r) of a space with the columns (n, r) in it."""
-    return torch.linalg.qr(matrix)[0]
 
 
 def matrix_of(shard: ParameterShard) -> tuple[int, int] | None:
