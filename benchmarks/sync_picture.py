@@ -1,4 +1,4 @@
-"""The picture of benchmarks/sync.py, from its document: this draws without torch."""
+"""The pictures of benchmarks/sync.py and compression.py, from their documents: this draws without torch."""
 
 from __future__ import annotations
 
@@ -30,5 +30,23 @@ def picture(result: dict[str, Any]) -> str:
             Panel("against steps", "steps", loss, lines(EVEN, 0)),
             Panel("against time", "seconds of training", loss, lines(EVEN, 1)),
             Panel("against time, last replica slow", "seconds of training", loss, lines(SLOW, 1)),
+        ],
+    )
+
+
+def compression_picture(result: dict[str, Any]) -> str:
+    """Returns loss against steps, and against the bytes sent, from the document of benchmarks/compression.py."""
+    runs, title = result["runs"], "validation loss, nats per token"
+    steps = {name: [(step, loss) for step, _, loss in run["curve"]] for name, run in runs.items()}
+    sent = {
+        name: [(step * run["sent_bytes_per_step"] / 2**20, loss) for step, _, loss in run["curve"] if step]
+        for name, run in runs.items()
+    }
+    model, replicas = model_name(load_file(JOB, []).job.model), counted(result["options"]["replicas"], "replica")
+    return panels_svg(
+        f"{model}, gradients summed over {replicas}",
+        [
+            Panel("against steps", "steps", title, steps),
+            Panel("against traffic", "MiB sent by rank 0", title, sent, log=10),
         ],
     )

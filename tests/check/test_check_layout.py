@@ -337,6 +337,27 @@ def test_codes_are_for_messages_of_zero_3(layout):
     ]
 
 
+@pytest.mark.parametrize(
+    ("layout", "said"),
+    [
+        ({"compression": "int8"}, "int8 is for gradients that replicas sum in every step, dp_replicate is 1"),
+        (
+            {"dp_replicate": 2, "sync": "diloco", "compression": "int8"},
+            "and sync diloco; nearest legal: compression=no",
+        ),
+        ({"dp_replicate": 2, "data_parallel": "threads", "compression": "int4"}, "threads send none; nearest legal"),
+        ({"dp_replicate": 2, "dp_shard": 2, "zero": 2, "compression": "powersgd"}, "zero=3, or compression=int8"),
+        (
+            {"dp_replicate": 2, "dp_shard": 2, "offload": "all", "compression": "int8"},
+            "compression=none, or offload=no",
+        ),
+    ],
+)
+def test_sums_that_are_not_compressed_are_refused_with_the_nearest_choice(layout, said):
+    (found,) = (each for each in problems(**layout) if each.startswith("layout.compression:"))
+    assert said in found
+
+
 def test_why_whole_matrices_are_not_updated_on_the_host():
     job = Job(model=MODEL, layout=Layout(offload="optimizer"), optimizer=Optimizer(name="muon"))
     ((path, message),) = problems_of(job)

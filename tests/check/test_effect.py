@@ -32,7 +32,7 @@ ELSEWHERE = {
         auto dp_replicate dp_shard cp cp_ulysses tp pp ep hpz quantise_weights
         quantise_gradients accumulate tiles sp_regather
         micro_batch accumulation recompute recompute_cut loss_chunk offload
-        sync
+        sync compression
     """,
     "data": """
         corpus mix document_mask val_fraction dir prefetch on_corruption

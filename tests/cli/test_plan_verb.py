@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import itertools
 import json
 import shutil
 import subprocess
@@ -151,6 +152,18 @@ def test_states_are_chosen_only_where_that_is_allowed(capsys):
         == free["candidates"][0]["simulated_step_time_s"]
     )
     assert chosen["layout"] == free["best"]["line"]
+
+
+def test_compression_is_chosen_only_where_that_is_allowed(capsys):
+    job = ["plan", "model=gpt2", "cluster=dgx-h100:2", "cluster.inter.gbs=1", "precision=bf16", "global_batch=256"]
+    plain, free = planned(capsys, *job), planned(capsys, *job, "--allow", "compression")
+    assert "compression" not in plain["best"]["line"]
+    forms = free["compression"]
+    assert [each["compression"] for each in forms] == ["none", "int8", "int4", "powersgd"]
+    assert forms[0]["seconds"] == plain["candidates"][0]["simulated_step_time_s"]
+    assert [each["chosen"] for each in forms] == [False, False, False, True]
+    assert forms[3]["layout"] == free["best"]["line"]
+    assert all(a["seconds"] > b["seconds"] for a, b in itertools.pairwise(forms))
 
 
 def test_the_largest_models_are_those_of_the_lecture(capsys):

@@ -58,17 +58,19 @@ def step_of_ranks() -> str:
     return profile.measured_svg(rows["title"], [RankRows(**rank) for rank in rows["ranks"]])
 
 
-def synchronization() -> str:
-    from benchmarks.sync_picture import picture
+def of_benchmark(name: str) -> str:
+    from benchmarks import sync_picture
 
-    return picture(json.loads((ROOT / "benchmarks" / "results" / "sync.json").read_text(encoding="utf-8")))
+    draw = {"sync": sync_picture.picture, "compression": sync_picture.compression_picture}[name]
+    return draw(json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text(encoding="utf-8")))
 
 
 RECORDED: dict[str, Callable[[], str]] = {
     "experts.svg": lambda: experts.svg("experts", MEASURED / "experts.jsonl", "4 layers, 128 wide, on 2 ranks"),
     "profile.svg": lambda: profile.svg(json.loads((MEASURED / "profile.json").read_text(encoding="utf-8"))),
     "report-step.svg": step_of_ranks,
-    "sync.svg": synchronization,
+    "compression.svg": lambda: of_benchmark("compression"),
+    "sync.svg": lambda: of_benchmark("sync"),
     "verify.svg": lambda: divergence_map(**json.loads((MEASURED / "verify.json").read_text(encoding="utf-8"))),
 }
 """Pictures of recorded figures."""

@@ -97,6 +97,8 @@ MORE: list[Case] = [
     ("llama", "zero=3,dp_shard=2,prefetch=2", {}),
     ("llama", "zero=3,dp_shard=4,hpz=2,quantise_weights=int8,quantise_gradients=int4", {}),
     ("llama", "zero=3,dp_shard=4,quantise_weights=fp8", {}),
+    ("llama", "dp_replicate=2,compression=int8", {}),
+    ("llama", "zero=3,dp_shard=2,dp_replicate=2,compression=powersgd,compression_rank=1", {}),
     ("llama", "tiles=2,tile=mlp+attention,zero=3,dp_shard=2", {}),
     ("llama", "loss_chunk=16,tp=2", {}),
     ("llama", "tp=2,sp=true,sp_regather=true", {}),

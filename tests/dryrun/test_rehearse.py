@@ -58,6 +58,7 @@ LAYOUTS = [
     Layout(dp_replicate=2),
     *(Layout(dp_shard=2, zero=zero, micro_batch=1) for zero in (1, 2, 3)),
     Layout(dp_replicate=2, dp_shard=2, zero=3),
+    Layout(dp_replicate=2, compression="powersgd", compression_rank=2),
     Layout(tp=2),
     Layout(tp=2, sp=True),
     Layout(cp=2, zero=1),

@@ -44,6 +44,7 @@ def state_memory(replica: Replica, optimizer: ShardedOptimizer) -> StateBytes:
     """Bytes that this rank holds now, each storage once. The step counters of Adam, 4 bytes a tensor, do not count."""
     values, gradients = parameters_of(replica, optimizer), gradients_of(replica, optimizer)
     states = [tensor for tensors in optimizer.state_tensors().values() for tensor in tensors.values()]
+    states += [replica.compression.state] if replica.compression else []
     state_only = storages_of(states).items() - storages_of(values).items()  # an empty moment stands for itself
     return StateBytes(
         sum(storages_of(values).values()), sum(storages_of(gradients).values()), sum(size for _, size in state_only)

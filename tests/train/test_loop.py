@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import math
 import shutil
 from dataclasses import replace
@@ -99,6 +100,8 @@ def test_the_loss_curve_does_not_depend_on_the_layout(ranks, job):
         (Layout(pp=2, schedule="zb_h1", accumulation=3), "fp32"),
         (Layout(dp_shard=2, pp=2, schedule="dualpipe", accumulation=2), "bf16"),
         (CODES, "fp32"),  # they carry nothing from one step to the next
+        (Layout(dp_replicate=2, dp_shard=2, compression="powersgd", compression_rank=1, compression_start=2), "fp32"),
+        (Layout(dp_replicate=2, pp=2, accumulation=2, compression="powersgd", compression_rank=2), "bf16"),
     ],
     ids=lambda value: value if isinstance(value, str) else value.line(),
 )
@@ -123,6 +126,31 @@ def test_resuming_on_another_layout_continues_the_same_curve(ranks, job, layouts
     if any(layout.pp > 1 for layout in layouts):
         job = change(job, "model", n_layers=8)  # for two stages on each of four ranks
     moves_between(ranks, job, layouts)
+
+
+def warned(ranks, job: Job) -> list[str]:
+    """Trains, and returns what was warned of."""
+    found: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: found.append(record.getMessage())
+    logging.getLogger("phalanx").addHandler(handler)
+    try:
+        train(ranks, job)
+    finally:
+        logging.getLogger("phalanx").removeHandler(handler)
+    return found
+
+
+def test_error_feedback_begins_anew_in_another_layout_which_is_said(ranks, job):
+    layout = Layout(dp_replicate=2, compression="powersgd", compression_rank=1)
+    job = replace(job, layout=layout)
+    stop(ranks, job, 3)
+    moved = replace(job, layout=replace(layout, compression_rank=2))
+    assert {"powersgd/rank0", "powersgd/rank1"} <= weights(job).keys()
+    first, second = ranks(warned, 2, moved)
+    assert any("the error feedback of checkpoint" in line and "begins anew" in line for line in first)
+    assert not second
+    assert weights(moved)["powersgd/rank0"].numel() > 0
 
 
 @pytest.mark.parametrize(

@@ -98,7 +98,7 @@ BUGS = (
         "shards are not summed over the replicas",
         "dp_replicate=2,dp_shard=2,zero=1",
         "parallel.zero:BucketReplica.collect",
-        (("if replicate.size > 1]", "if replicate.size > 2]"),),
+        (("b.replicate.size > 1", "b.replicate.size > 2"),),
         "not summed over dp_replicate",
         parts=True,
     ),

@@ -265,6 +265,10 @@ def test_rounded_layouts_are_not_called_equal():
     assert selection.layouts[0].line() == "dp_shard=2"
     notes = [note for note in selection.notes if "compared without quantisation" in note]
     assert ["1/254" in note for note in notes] == [True, False]
+    with pytest.raises(JobError, match=r"powersgd sums only their part .* nearest legal: compression=none"):
+        select(JOB, lines=["dp_replicate=2,compression=powersgd"])
+    job = replace(JOB, layout=Layout(dp_replicate=2, compression="powersgd", compression_rank=1))
+    assert select(job).layouts[0].line() == "dp_replicate=2"
 
 
 @pytest.mark.parametrize("sync", ["asp", "local_sgd", "diloco"])

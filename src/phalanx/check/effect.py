@@ -51,7 +51,7 @@ _GATHERED: Condition = (
     "is for parameters that are gathered: layout.zero=3, and layout.dp_shard or layout.cp above 1",
 )
 _BUCKETS: Condition = (
-    lambda job: job.layout.auto or has_buckets(job.layout),
+    lambda job: job.layout.auto or has_buckets(job.layout) or job.layout.compression != "none",
     "is for gradients that several processes sum in buckets: layout.dp_replicate above 1, or layout.dp_shard or "
     "layout.cp above 1 with layout.zero=1 or 2",
 )

@@ -63,7 +63,7 @@ AT_MOST: list[tuple[int, str, list[str]]] = [
                 "model.query_growth.length",
                 "model.sparse.top_k",
             ),
-            *("layout.loss_chunk", "run.sample_tokens"),
+            *("layout.loss_chunk", "layout.compression_rank", "run.sample_tokens"),
         ],
     ),
     (
@@ -103,6 +103,7 @@ AT_MOST: list[tuple[int, str, list[str]]] = [
                 "optimizer.warmup_steps",
                 "optimizer.decay_steps",
                 "layout.sync_every",
+                "layout.compression_start",
             ),
         ],
     ),

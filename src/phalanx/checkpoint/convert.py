@@ -36,6 +36,7 @@ from phalanx.errors import CheckpointError, DamagedCheckpointError, JobError, Ru
 from phalanx.optimizers.catalogue import keeps_masters, state_tensors
 from phalanx.optimizers.catalogue import kinds as kinds_of_state
 from phalanx.optimizers.entry import Shape
+from phalanx.parallel.compression import STATE as FACTORS
 from phalanx.partition.derived import PARAMETER_BYTES
 
 
@@ -259,7 +260,7 @@ def _prepare_run(work: _Work) -> None:
     job = job_of(manifest)
     shapes = parameter_shapes(job.model, manifest.meta.get("vocab_size"))
     work.source.require(shapes)
-    kinds = {kind for name in work.tensors if (kind := kind_of(name))}
+    kinds = {kind for name in work.tensors if (kind := kind_of(name)) and kind != FACTORS}  # those are a rank's
     trained = trained_shapes(job.model, manifest.meta.get("vocab_size"))
     if lost := [name for name in _needed(job.optimizer, sorted(kinds), trained) if name not in work.tensors]:
         raise CheckpointError(f"{manifest.path} lacks {len(lost)} tensors of the optimizer, such as {lost[0]}")

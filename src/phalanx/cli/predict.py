@@ -231,6 +231,23 @@ def _states(job: Job) -> list[Optimizer]:
     return [each for each in dict.fromkeys(every) if not [*optimizer_problems(replace(job, optimizer=each))]]
 
 
+def _variants(request: PlanRequest, job: Job, what: str) -> list[PlanRequest]:
+    """Returns the request, and it with everything else that --allow lets the planner choose."""
+    if what == "states":
+        return [request, *(replace(request, optimizer=each) for each in _states(job)[1:])]
+    if what == "compression" and "compression" not in request.fixed:
+        forms = [{**request.fixed, "compression": form} for form in ("int8", "int4", "powersgd")]
+        return [request, *(replace(request, fixed=fixed) for fixed in forms)]
+    return [request]
+
+
+def _variant(request: PlanRequest, what: str) -> dict[str, str]:
+    """Returns the fields in which the requests of `_variants` differ."""
+    if what == "states":
+        return {"state": request.optimizer.state, "master": request.optimizer.master}
+    return {"compression": request.fixed.get("compression", "none")}
+
+
 def _largest(job: Job, gigabytes: float) -> tuple[dict[str, Any], str]:
     """Returns the document and the text of --largest."""
     if gigabytes < 0:
@@ -313,9 +330,10 @@ PLAN = job_verb(
         **OPTIONS,
         "tokens": TOKENS,
         "allow": Option(
-            "what the planner may choose, too, that changes training's numbers: states (optimizer.state and master)",
+            "what the planner may choose, too, that changes training's numbers: states (optimizer.state and master); "
+            "compression (layout.compression)",
             "layouts",
-            Literal["layouts", "states"],
+            Literal["layouts", "states", "compression"],
         ),
         **GRAPH,
     },
@@ -350,32 +368,36 @@ def run_plan(words: Words) -> int:
         said = ",".join(f"{name}={str(value).lower()}" for name, value in fixed.items())
         echo(f"fixed layout fields: {said}; the planner chooses the others", file=sys.stderr)
     with stderr_progress() as progress:
-        states = _states(loaded.job) if words.options["allow"] == "states" else [request.optimizer]
         sample = MAP_POINTS if files.paths else 0
-        plans = [(each, _searched(words, replace(request, optimizer=each), progress, sample)) for each in states]
+        plans = list[tuple["PlanRequest", Plan]]()
+        for each in _variants(request, loaded.job, words.options["allow"]):
+            try:
+                plans.append((each, _searched(words, each, progress, sample)))
+            except JobError:
+                if each is request:
+                    raise  # others may have no legal layout
         chosen, plan = min(plans, key=lambda each: each[1].best[0].seconds if each[1].best else inf)
         if checks:
             from phalanx.dryrun.check import check_plan  # here, because it imports torch
 
-            plan = check_plan(plan, replace(loaded.job, optimizer=chosen), progress)
+            plan = check_plan(plan, replace(loaded.job, optimizer=chosen.optimizer), progress)
     plan = replace(plan, best=plan.best[: words.options["top"]])
     files.write({name: lambda name=name: _drawn(plan, name) for name in files.paths})
     text = plan_text.text(plan, min(terminal_columns(sys.stdout) or plan_text.WIDTH, MOST_COLUMNS))
     costs = next(((top.prediction.devices, top.tokens_per_s) for top in plan.best), None)
     document = plan_text.as_json(plan)
-    if len(plans) > 1:
-        found = [(each, own.best[0] if own.best else None) for each, own in plans]
-        document["states"] = [
-            {"state": each.state, "master": each.master, "seconds": best and best.seconds, "chosen": each is chosen}
-            | {"layout": best and best.layout.line()}
-            for each, best in found
+    if (what := words.options["allow"]) != "layouts":
+        found = [(_variant(each, what), each is chosen, own.best[0] if own.best else None) for each, own in plans]
+        document[what] = [
+            {**fields, "seconds": best and best.seconds, "chosen": taken, "layout": best and best.layout.line()}
+            for fields, taken, best in found
         ]
         rows = [
-            (f"{'*' if each is chosen else ' '} state={each.state}", f"master={each.master}")
+            ("*" if taken else " ", *(f"{name}={value}" for name, value in fields.items()))
             + ((f"{best.seconds:.4g} s", best.layout.line()) if best else ("does not fit", ""))
-            for each, best in found
+            for fields, taken, best in found
         ]
-        text = "\n".join([text, "", "states, each with its fastest layout (* taken):", *aligned(rows)])
+        text = "\n".join([text, "", f"{what}, each with its fastest layout (* taken):", *aligned(rows)])
     if checks:
         document["struck"] = [{"line": line, "why": why} for line, why in plan.struck.items()]
     if plan.struck:

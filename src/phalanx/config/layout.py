@@ -107,6 +107,13 @@ class Layout(Hashed):
     steps."""
     sync_every: Annotated[int, Interval(1), Example("50")] = 10
     """local_sgd, diloco: steps that a replica makes alone between two synchronisations."""
+    compression: Literal["none", "int8", "int4", "powersgd"] = "none"
+    """Form in which replicas (dp_replicate) sum the gradients of matrices: numbers as they are; blocks of 8- or 4-bit
+    codes; or PowerSGD, two factors of `compression_rank` with error feedback. Less traffic, other numbers."""
+    compression_rank: Annotated[int, Interval(1), Example("8")] = 4
+    """powersgd: rank of the approximation of a matrix."""
+    compression_start: Annotated[int, Interval(0), Example("100")] = 0
+    """Steps at the start of a run (warm-up) whose gradients are not compressed."""
     bucket_mb: Annotated[float, Interval(above=0)] = 25.0
     """Size in MiB of the buckets in which gradients are reduced during the backward pass."""
 

@@ -21,6 +21,7 @@ from phalanx.blocks.operator import MemoryProfile
 from phalanx.config.cluster import Cluster
 from phalanx.config.layout import Layout
 from phalanx.cost.block_memory import BlockBytes, BlockRun, StepSizes
+from phalanx.cost.compression import compression_bytes
 from phalanx.cost.exposed import larger, smaller
 from phalanx.cost.held import (
     Flight,
@@ -352,7 +353,8 @@ class RankParts:
         found = self.step.state(self.shards, flushes=flushes(self.layout), stashed=stashed)
         whole = matrix_work(self.step.spec, tuple(self.of_kind.items()), (self.first, self.last))
         temporary = max((each.most_elements for each in whole), default=0) * max(4, self.width)
-        return found._replace(copied=found.copied + temporary)
+        kept, used = compression_bytes(self.model, self.layout, self.shards, self.formulas.gradient)
+        return found._replace(optimizer=found.optimizer + kept, copied=max(found.copied + temporary, used))
 
     def bucket(self) -> float:
         """Returns the bytes of the first bucket; without any, gradients arrive one by one as activations are freed."""

@@ -14,7 +14,9 @@ from phalanx.blocks.kinds import block_kinds
 from phalanx.blocks.parameters import block_weights
 from phalanx.config.cluster import Accelerator, Cluster, HostShare
 from phalanx.config.layout import Layout
+from phalanx.config.model import ModelConfig
 from phalanx.cost.communication import PURPOSES, RankGroup, group, load, seconds, state_messages
+from phalanx.cost.compression import compressed
 from phalanx.cost.exposed import added, larger
 from phalanx.cost.held import Content, LayerKind, ParameterCounts
 from phalanx.cost.kernels import rate, stream_seconds
@@ -156,6 +158,10 @@ GATHERS = ("gather", "regather")
 ENCODED_BYTES, DECODED_BYTES = 37, 21
 """Bytes that move in memory per element: for its code (magnitudes, their maximum, division, rounding, each a pass over
 fp32, and the code), and for its number (the code, a product in fp32, the copy)."""
+LOW_RANK_BYTES = 76
+"""Those of PowerSGD: a gradient with its error is made twice (12 bytes each) and read by two thin products (4 each),
+and what the projection leaves is subtracted (12) and kept (12); then the sum is made (4) and copied (8), with its
+casts (8). The products' FLOPs, 8 x rank per element, are hidden by these."""
 FP8_ENCODED_BYTES, FP8_DECODED_BYTES = 9, 7
 """Those in fp8: its row's maximum, the product with the scale, the cast; and the cast back, the product."""
 
@@ -172,6 +178,8 @@ class StateSeconds:
     """Seconds of reducing the gradients once."""
     fetch: float = 0.0
     """Seconds of copying this rank's share of the parameters from the host, before they are gathered."""
+    late: float = 0.0
+    """Seconds of sums over replicas that follow the backward pass."""
 
 
 @lru_cache(50_000)
@@ -180,7 +188,8 @@ def state_seconds(spec: StepSpec, held: ParameterCounts, parts: int = 1) -> Stat
     layout = spec.layout
     if spec.framework.broadcasts and not gathers_parameters(layout):
         return _owned_seconds(spec, held, parts)
-    widths, device = wire_widths(layout, spec.framework, spec.products, spec.width), spec.cluster.accelerator
+    widths = wire_widths(layout, spec.framework, spec.products, spec.width, spec.model)
+    device = spec.cluster.accelerator
     codes = conversion_seconds(device, layout)
     totals = {"gather": 0.0, "regather": 0.0, "reduce": 0.0, "sum": 0.0}
     # Without ep the experts' parameters are in the messages of the rest of their block.
@@ -199,7 +208,14 @@ def state_seconds(spec: StepSpec, held: ParameterCounts, parts: int = 1) -> Stat
                     once = seconds(spec.cluster, message.collective, message.size, among[message.among])
                     totals[message.purpose] += parts * once + numbers * codes[message.purpose]
     fetch = fetch_seconds(spec, *held.sent(layout, "parameter"))
-    return StateSeconds(totals["gather"], totals["regather"], totals["reduce"] + totals["sum"], fetch)
+    # Shards are summed in another form after the backward pass (synchronization_seconds).
+    beside = 0.0 if sums_late(layout) else totals["sum"]
+    return StateSeconds(totals["gather"], totals["regather"], totals["reduce"] + beside, fetch, totals["sum"] - beside)
+
+
+def sums_late(layout: Layout) -> bool:
+    """Returns whether replicas sum their gradients after the backward pass."""
+    return layout.compression != "none" and (layout.shard_ranks > 1 or gathers_parameters(layout))
 
 
 def _owned_seconds(spec: StepSpec, held: ParameterCounts, parts: int) -> StateSeconds:
@@ -249,15 +265,18 @@ def state_widths(framework: Framework, products: str, width: int) -> dict[str, i
     return {"parameter": 1 if narrow else width, "gradient": framework.memory_profile.gradient_bytes or width}
 
 
-def wire_widths(layout: Layout, framework: Framework, products: str, width: int) -> dict[str, float]:
+def wire_widths(
+    layout: Layout, framework: Framework, products: str, width: int, model: ModelConfig
+) -> dict[str, float]:
     """Returns the bytes per element in which parameters are gathered, gradients reduced, and their sums summed over
     replicas."""
     widths = state_widths(framework, products, width)
     gradient = widths["gradient"]
+    sent = 1.0 if layout.compression == "none" else compressed(model, layout, gradient).sent
     return {
         "gathered": wire_width(layout.quantise_weights, widths["parameter"]),
         "reduced": wire_width(layout.quantise_gradients, gradient),
-        "summed": gradient,
+        "summed": gradient * sent,
     }
 
 
@@ -273,6 +292,11 @@ def conversion_seconds(device: Accelerator, layout: Layout) -> dict[str, float]:
         # Half of it with each of two messages inside and across nodes, the second of which is short.
         hops = 2 if is_copied(layout) else 1
         found["reduce"] = stream_seconds(device, ENCODED_BYTES + DECODED_BYTES, 0) / hops
+    if layout.compression != "none" and layout.summed_replicas > 1:
+        moved = LOW_RANK_BYTES
+        if layout.compression != "powersgd":  # all are sent, and come; a share is summed, and sent again
+            moved = ENCODED_BYTES + 2 * DECODED_BYTES + ENCODED_BYTES / layout.summed_replicas
+        found["sum"] = stream_seconds(device, moved, 0) / layout.shard_ranks
     return found
 
 
@@ -288,10 +312,11 @@ def duplicated_stages_seconds(spec: StepSpec, held: ParameterCounts) -> float:
 def synchronization_seconds(spec: StepSpec, held: ParameterCounts) -> float:
     """Returns the seconds per step of replicas that train by themselves, in which nothing computes. They average the
     optimizer's parameters every `layout.sync_every` steps (local SGD, DiLoCo), or each sends its gradients to a server
-    and waits for parameters (asynchronous SGD), whose link is taken to be free. 0 if they sum gradients."""
+    and waits for parameters (asynchronous SGD), whose link is taken to be free. If they sum gradients, what follows
+    the backward pass: compressed sums of shards."""
     layout = spec.layout
     if layout.independent_replicas == 1:
-        return 0.0
+        return state_seconds(spec, held).late if sums_late(layout) else 0.0
     if layout.sync == "asp":
         widths = state_widths(spec.framework, spec.products, spec.width)["gradient"], spec.width
         server = RankGroup(2, group(layout, "replicate").stride)

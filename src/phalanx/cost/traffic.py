@@ -34,6 +34,8 @@ from phalanx.partition.derived import (
     Batch,
     Format,
     bucket_bytes,
+    codes_of,
+    has_factors,
     is_copied,
     near_ranks,
     sent_as,
@@ -299,7 +301,8 @@ def _fsdp(
             gathers += again if parameter.group in ("block", "experts") else 0
             often = {"gather": run.times, "regather": gathers - run.times}
             if not parameter.frozen:
-                often |= {"reduce": run.times * _reductions(parameter, layout, work), "sum": run.times}
+                often |= {"reduce": run.times * _reductions(parameter, layout, work)}
+                often |= {"sum": run.times} if layout.compression == "none" else {}
             gathered = parameter.sent_as(model, layout.quantise_weights, spread.unit)
             columns = parameter.shape[-1] if gathered == "fp8" else 0
             formats = gathered, sent_as(parameter.shape, layout.quantise_gradients)
@@ -307,7 +310,34 @@ def _fsdp(
             if parameter.frozen:
                 continue
             updated[parameter] += run.times * ranges.held(rank)
+    if layout.compression != "none":
+        trained = [held for _, held in instances_of(runs) if not held.frozen]
+        own = [
+            (held, held.ranges(over[1]).held(over[2]))
+            for held, over in zip(trained, map(spread.over, trained), strict=True)
+        ]
+        least = bucket_bytes(layout) / spread.gradient_width
+        for bucket in _filled(tuple(elements for _, elements in own), least):
+            _compressed(table, spread, [own[n] for n in bucket])
     return updated
+
+
+def _compressed(table: Table, spread: Spread, own: Sequence[tuple[HeldParameter, int]]) -> None:
+    """Adds a bucket's compressed sum over replicas, of so many elements of each parameter."""
+    layout, ranks, width = spread.layout, spread.replicas, spread.gradient_width
+    plain, codes, factors = 0, 0, 0
+    for held, elements in own:
+        rows, columns = elements // held.shape[-1], held.shape[-1]
+        if len(held.shape) > 1 and layout.compression != "powersgd":
+            codes += elements
+        elif len(held.shape) > 1 and has_factors(rows, columns, layout.compression_rank, width):
+            factors += (rows + columns) * layout.compression_rank
+        else:
+            plain += elements
+    each = ranks * wire_bytes(-(-codes // ranks), codes_of(layout), width) if codes else 0
+    for collective in ("all_to_all", "all_gather"):
+        table.add("dp_replicate", collective, each, ranks)
+    table.add("dp_replicate", "all_reduce", plain * width + factors * max(4, width), ranks)
 
 
 def _gathers(parameter: HeldParameter, spread: Spread, work: RankPasses, full: bool) -> int:
@@ -371,11 +401,14 @@ def _buckets(table: Table, runs: Sequence[LayerRun], spread: Spread, work: RankP
             named = [(every[number][1].name, every[number][1].shape) for number in here]
             starts, share = granular_cut(spread.granularity, [sizes[n] for n in bucket], named, ranks)
             # Replicas sum their shares once, when all gradients are there.
-            _send(table, spread, axis, share, ranks, gather=1, reduce=reductions, sum=1)
+            compressed = spread.layout.compression != "none"
+            _send(table, spread, axis, share, ranks, gather=1, reduce=reductions, sum=not compressed)
             for number, start in zip(here, starts, strict=True):
                 layer, parameter = every[number]
                 ranges = ShardRanges(parameter.size, share, -start)
                 found[number] = Instance(layer, parameter, axis, ranks, rank, ranges)
+            if compressed:
+                _compressed(table, spread, [(found[number].held, found[number].ranges.held(rank)) for number in here])
     return [found[number] for number in range(len(every))]
 
 

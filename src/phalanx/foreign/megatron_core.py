@@ -554,6 +554,6 @@ COVERS = frozenset(
 )
 """Fields of a layout that `written` gives."""
 _LESS = ("hpz", "quantise_weights", "quantise_gradients", "tiles", "loss_chunk", "cp_ulysses", "sync", "offload")
-FIXED: dict[str, Any] = {"zero": 1, **{name: getattr(Layout(), name) for name in _LESS}}
+FIXED: dict[str, Any] = {"zero": 1, "compression": "none", **{name: getattr(Layout(), name) for name in _LESS}}
 """Fields of a layout that Megatron Core does not choose, with what it does."""
 CHOOSES = PIPELINES | RECOMPUTES

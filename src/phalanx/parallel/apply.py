@@ -24,6 +24,7 @@ from phalanx.model.transformer import Transformer
 from phalanx.optimizers.catalogue import granularity_of
 from phalanx.parallel import context, expert, tensor
 from phalanx.parallel.compiled import compile_blocks, keep_compiled, missing
+from phalanx.parallel.compression import CompressedSum
 from phalanx.parallel.data import GradientSum, LocalModel, PartialGradients, Replica, TensorSlices, ThreadReplicas
 from phalanx.parallel.fsdp import ShardedReplica
 from phalanx.parallel.linear import (
@@ -353,6 +354,7 @@ def apply_data_parallel(parts: Construction, objective: Objective) -> Replica:
     shards, replicas = sums.shard.size, sums.replicate.size
     if gathers_parameters(layout):
         replica = ShardedReplica(model, sums, mesh, layout, parts.host)
+        _compress(parts, replica, sums)
         hybrid = f" × {replicas} replicas (HSDP)" if replicas > 1 else ""
         hybrid += ", shards in host memory" if is_offloaded(layout, "parameters") else ""
         copied = f", a second copy on every {layout.hpz} ranks (hpZ)" if is_copied(layout) else ""
@@ -373,10 +375,23 @@ def apply_data_parallel(parts: Construction, objective: Objective) -> Replica:
     if shards * replicas == 1:
         return Replica(model)
     replica = BucketReplica(model, sums, zero=layout.zero, bucket_mb=layout.bucket_mb)
+    _compress(parts, replica, sums)
     kinds = [f"ZeRO-{layout.zero} over {shards} ranks"] if shards > 1 else []
     kinds += [f"DDP over {replicas} ranks"] if replicas > 1 else []
     parts.log("data parallel: %s, %s", " × ".join(kinds), counted(len(replica.buckets), "bucket"))
     return replica
+
+
+def _compress(parts: Construction, replica: Replica, sums: GradientSum) -> None:
+    """Makes replicas compress the gradients that they sum."""
+    layout = parts.job.layout
+    if layout.compression == "none" or sums.replicate.size == 1:
+        return
+    width = (sums.dtype or replica.shards[0].value.dtype).itemsize
+    replica.compress(CompressedSum(sums.replicate, layout, parts.job.train.seed, replica.shards, width))
+    how = f"PowerSGD of rank {layout.compression_rank}" if layout.compression == "powersgd" else layout.compression
+    start = f" from step {layout.compression_start + 1} on" if layout.compression_start else ""
+    parts.log("data parallel: replicas sum matrices' gradients as %s%s", how, start)
 
 
 def run_by_schedule(parts: Construction, replica: Replica) -> None:

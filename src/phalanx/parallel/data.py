@@ -21,6 +21,7 @@ from phalanx.blocks.parameters import weight_of
 from phalanx.comm.axis import Axis
 from phalanx.launch.watchdog import heartbeat
 from phalanx.optimizers.entry import Granularity
+from phalanx.parallel.compression import CompressedSum
 from phalanx.parallel.objective import MicroTensors, Objective
 from phalanx.parallel.parameter_shards import ParameterShard
 from phalanx.parallel.stages import Stages
@@ -127,6 +128,8 @@ class Replica:
     """Gets this rank's own gradients, a flat tensor at a time, before they are summed over the data ranks."""
     move: Move | None = None
     """Takes final gradients off the device; None: they stay there."""
+    compression: CompressedSum | None = None
+    """How replicas sum their gradients; None: the numbers as they are."""
     final = False
     """True in the backward pass after which gradients are final."""
 
@@ -230,6 +233,10 @@ class Replica:
 
     def arrive(self) -> None:
         """Waits until the parameters are here that `publish` gathers."""
+
+    def compress(self, compression: CompressedSum) -> None:
+        """Makes replicas sum their gradients so."""
+        self.compression = compression
 
     def observe(self, before_sum: Callable[[Tensor], None] | None) -> None:
         """Sets `before_sum`."""

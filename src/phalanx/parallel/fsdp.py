@@ -36,6 +36,7 @@ from phalanx.launch.watchdog.heartbeat import Call
 from phalanx.model.moe import Experts, GroupedLinear
 from phalanx.parallel import fsdp_private
 from phalanx.parallel.codec import Codec, CodedShare, CodedSum
+from phalanx.parallel.compression import CompressedSum, Summand
 from phalanx.parallel.data import GradientSum, LocalModel, Replica, call_when_complete
 from phalanx.parallel.linear import Tile, scaled_product
 from phalanx.parallel.mesh import Mesh
@@ -45,8 +46,9 @@ from phalanx.parallel.parameter_shards import ParameterShard, ShardGroup
 from phalanx.parallel.tiling import ExpertTile
 from phalanx.parallel.vocabulary import EmbeddingTile
 from phalanx.parallel.zero import preceding
-from phalanx.partition.derived import Format, is_copied, is_offloaded, sent_as
+from phalanx.partition.derived import Format, bucket_bytes, is_copied, is_offloaded, sent_as
 from phalanx.partition.matrices import row_ranges
+from phalanx.partition.tensor_slices import in_buckets
 
 
 class Allocates:
@@ -116,7 +118,10 @@ class ShardedReplica(Replica):
     def __init__(self, model: LocalModel, sums: GradientSum, mesh: Mesh, layout: Layout, host: Host):
         """Shards the model over the devices beside `host`; `layout` sets the prefetch depth, whether to reshard between
         the passes, and whether shards are in host memory."""
-        objective, shard, replicate = model.objective, sums.shard, sums.replicate
+        objective, shard = model.objective, sums.shard
+        # FSDP2 can only sum numbers over replicas: compressed sums follow its reduce-scatters.
+        replicate = sums.replicate if layout.compression == "none" else Axis("dp_replicate")
+        self.least = bucket_bytes(layout)
         self.shard, self.experts, self.every_micro_batch = shard, sums.experts, sums.every_micro_batch
         self.on_host, self.device = is_offloaded(layout, "parameters"), host.device
         self.groups = _shard(objective, mesh, replicate.size > 1, layout, sums.dtype, host.device)
@@ -210,12 +215,21 @@ class ShardedReplica(Replica):
         self._drop_copies()
         for scatter in self.scatters:
             scatter.settle()
+        if self.compression is not None:
+            self._sum_compressed(self.compression)
         for shard, (_, parameter) in zip(self.shards, self._parameters(), strict=True):
             gradient = parameter.grad
             if shard.frozen or shard.name in self.left:
                 continue
             assert isinstance(gradient, DTensor), "after the last backward pass every gradient is sharded"
             shard.gradient = gradient.to_local()
+
+    def _sum_compressed(self, compression: CompressedSum) -> None:
+        """Sums the shards of the gradients over the replicas, a bucket at a time."""
+        pairs = zip(self.shards, (parameter.grad for _, parameter in self._parameters()), strict=True)
+        own = [Summand(shard, grad.to_local()) for shard, grad in pairs if isinstance(grad, DTensor)]
+        for bucket in in_buckets([each.value.nbytes for each in own], self.least):
+            compression.all_reduce([own[number] for number in bucket]).wait()
 
     def leave_early(self) -> None:
         """Lets a group's gradients leave when the next group's are sent, where these are waited for one at a time, or

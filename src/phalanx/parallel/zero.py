@@ -24,6 +24,7 @@ from phalanx.blocks.operator import is_expert
 from phalanx.comm.axis import Axis, Pending
 from phalanx.model.transformer import Head
 from phalanx.optimizers.entry import Granularity
+from phalanx.parallel.compression import CompressedSum, Phases, Summand
 from phalanx.parallel.data import GradientSum, LocalModel, Replica, TensorSlices, call_when_complete
 from phalanx.parallel.linear import DeferringProduct
 from phalanx.parallel.objective import Objective
@@ -73,6 +74,10 @@ class Bucket:
     arriving: Tensor | None = None
     """The tensor that receives a shard to be added to an earlier one."""
     work: Pending | None = None
+    compression: CompressedSum | None = None
+    """How replicas sum; None: the numbers as they are."""
+    shards: Sequence[ParameterShard] = ()
+    """This rank's of the slots."""
     left: bool = False
     """True if this step's summed gradient has left the device."""
     gathering: Pending | None = None
@@ -129,7 +134,7 @@ class Bucket:
             before_sum(gradients[: self.end])  # what pads the end is not set
         if self.shard.size == 1:
             self.reduced = gradients
-            self.work = self.replicate.all_reduce(gradients)
+            self.work = self.sum_replicas()
             return
         share = gradients[self.share]
         if self.transient:
@@ -141,6 +146,16 @@ class Bucket:
         else:
             self.reduced = share
         self.work = self.shard.reduce_scatter(share, gradients)
+
+    def sum_replicas(self) -> Pending:
+        """Starts summing `reduced` over the replicas."""
+        assert self.reduced is not None, "computed"
+        if self.compression is None:
+            return self.replicate.all_reduce(self.reduced)
+        begin = self.share.start if self.shard.size > 1 else 0
+        places = zip(self.shards, self.owned(), strict=True)
+        own = [Summand(shard, self.reduced[start - begin : stop - begin]) for shard, (_, start, stop) in places]
+        return self.compression.all_reduce(own)
 
     def settle(self) -> None:
         """Waits for the sum."""
@@ -224,6 +239,8 @@ class BucketReplica(Replica):
                     self.of_stage.setdefault(stages[0], []).append(self.buckets[-1])
         self.filling: list[Bucket] = []
         """Buckets to reduce after the current backward pass that have not been sent, in sending order."""
+        self.sent: Pending | None = None
+        """The sum that was started last."""
         self.leaving: Bucket | None = None
         """The bucket that is summed for the last time and then leaves the device."""
         transformer = model.objective.model
@@ -273,16 +290,18 @@ class BucketReplica(Replica):
             before, self.leaving = self.leaving, bucket
             if before is not None:
                 self._leave(before)
+        if isinstance(self.sent, Phases):
+            self.sent.advance()  # its second message travels beside this bucket's first one
         bucket.reduce(self.before_sum)
+        self.sent = bucket.work
 
     def _leave(self, bucket: Bucket) -> None:
         """Lets the shards of a bucket that is being summed leave the device, but for those with a part of the gradient
         on other ranks."""
         bucket.settle()
         if bucket.shard.size > 1 and bucket.replicate.size > 1:
-            assert bucket.reduced is not None, "settled"
-            bucket.replicate.all_reduce(bucket.reduced).wait()
-        for shard in self.of_bucket[id(bucket)]:
+            bucket.sum_replicas().wait()
+        for shard in bucket.shards:
             gradient = self._gradient(shard)
             if shard.whole_name in self.partial_names:
                 shard.gradient = gradient.clone()
@@ -325,9 +344,14 @@ class BucketReplica(Replica):
         for bucket in self.buckets:
             bucket.release()
 
+    def compress(self, compression: CompressedSum) -> None:
+        super().compress(compression)
+        for bucket in self.buckets:
+            bucket.compression = compression
+
     def clear(self) -> None:
         self.left.clear()
-        self.leaving = None
+        self.leaving = self.sent = None
         for shard in self.shards:
             shard.gradient = None
         for bucket in self.buckets:
@@ -355,11 +379,11 @@ class BucketReplica(Replica):
                 bucket.reduce(self.before_sum)
         for bucket in here:
             bucket.settle()
-        shares = [(b.replicate, b.reduced) for b in here if b.shard.size > 1 and b.reduced is not None]
-        for work in [replicate.all_reduce(share) for replicate, share in shares if replicate.size > 1]:
+        shared = [b for b in here if b.shard.size > 1 and b.replicate.size > 1 and b.reduced is not None]
+        for work in [bucket.sum_replicas() for bucket in shared]:
             work.wait()
         for bucket in here:
-            for shard in self.of_bucket[id(bucket)]:
+            for shard in bucket.shards:
                 shard.gradient = self._gradient(shard)
 
     def _shards(self) -> list[ParameterShard]:
@@ -375,9 +399,8 @@ class BucketReplica(Replica):
                 shard.sharing = ShardGroup(bucket.shard, bucket.ranges(slot))
                 places[slot.name] = bucket, start, stop
         self.places = places
-        self.of_bucket = {
-            id(bucket): [shards[slot.name] for slot in bucket.slots] for bucket in (*self.buckets, *self.frozen)
-        }
+        for bucket in (*self.buckets, *self.frozen):
+            bucket.shards = [shards[slot.name] for slot in bucket.slots]
         return [shards[name] for name, _ in self._parameters()]
 
 

@@ -407,6 +407,17 @@ def sent_as(shape: Sequence[int], format: Format) -> Format:
     return format if len(shape) > 1 else "none"
 
 
+def codes_of(layout: Layout) -> Format:
+    """Returns the codes in which replicas sum gradients; none for numbers and for PowerSGD's factors."""
+    return "none" if layout.compression == "powersgd" else layout.compression
+
+
+def has_factors(rows: Any, columns: Any, rank: int, width: int) -> Any:
+    """Returns whether PowerSGD sends a matrix's gradient, of `width` bytes per element, as two factors of this rank in
+    fp32 or wider: where they are smaller."""
+    return (rows + columns) * rank * max(4, width) < rows * columns * width
+
+
 def wire_bytes(elements: int, format: Format, width: int, columns: int = 0) -> int:
     """Returns the bytes in which a rank's share of a parameter is sent, `width` per element if it is not quantised; in
     fp8 of rows of so many `columns`."""

@@ -358,6 +358,8 @@ def _meshes(request: PlanRequest, world: int) -> Iterator[MeshDegrees]:
             for shard in _kept(divisors(data), fixed, "dp_shard"):
                 if not _allowed(fixed, "dp_replicate", data // shard):
                     continue
+                if data == shard and fixed.get("compression", "none") != "none":
+                    continue
                 for ep in _kept(divisors(gcd(shard * cp, model.moe.n_experts or 1)), fixed, "ep"):
                     yield MeshDegrees(tp, sp, cp, ulysses, pp, shard, data // shard, ep)
 
@@ -408,6 +410,7 @@ def _options(request: PlanRequest, pp: int, m: int, shared: bool, known: dict[Sc
         for number, state in enumerate(STATES if shared else STATES[:1])
         if (state.accumulate == "local" or m > 1)
         and (fixed.get("hpz", 1) == 1 or (state.zero == 3 and state.reshard))
+        and (fixed.get("compression") != "powersgd" or not shared or state.zero == 3)
         and (not shared or all(_allowed(fixed, name, value) for name, value in state._asdict().items()))
     ]
     legal = legal_modes(fixed.get("tiles", 1))

@@ -306,10 +306,12 @@ class Tables:
     def _slopes(self) -> Floats:
         request, found = self.request, []
         base = self.space.base
-        widths = wire_widths(base, request.framework, request.products, request.width)
+        widths = wire_widths(base, request.framework, request.products, request.width, request.model)
         for tp, shard, replicate, ep in self.outer.tolist():
             layout = Layout(tp=tp, dp_shard=shard, dp_replicate=replicate, ep=ep, hpz=base.hpz)
-            codes = conversion_seconds(request.cluster.accelerator, replace(base, dp_shard=shard, cp=1))
+            codes = conversion_seconds(
+                request.cluster.accelerator, replace(base, dp_shard=shard, dp_replicate=replicate, cp=1)
+            )
             slopes, starts = np.zeros((2, 3, 2))
             for place, among in enumerate((groups(layout), groups(layout, experts=True))):
                 ranks = among["shard"].ranks

@@ -17,7 +17,7 @@ from phalanx.techniques.loss import LOSS_CHUNK, NOISE, POLICY, PREFERENCE, REWAR
 from phalanx.techniques.offload import OFFLOAD
 from phalanx.techniques.precision import PRECISION
 from phalanx.techniques.recompute import RECOMPUTE
-from phalanx.techniques.replicas import INDEPENDENT_REPLICAS, THREADS
+from phalanx.techniques.replicas import COMPRESSION, INDEPENDENT_REPLICAS, THREADS
 from phalanx.techniques.technique import Condition, Problem, Technique, problems
 from phalanx.techniques.tiling import TILING
 from phalanx.techniques.zeropp import QUANTISATION, SECOND_COPY
@@ -33,6 +33,7 @@ OWN: Mapping[str, Technique] = MappingProxyType(
         "offload": OFFLOAD,
         "sync": INDEPENDENT_REPLICAS,
         "threads": THREADS,
+        "compression": COMPRESSION,
         "lora": ADAPTERS,
         "loss_chunk": LOSS_CHUNK,
         "preference": PREFERENCE,

@@ -8,7 +8,7 @@ from phalanx.config.cluster import DEVICE_WORDS
 from phalanx.config.fields import get
 from phalanx.config.job import Job
 from phalanx.config.layout import Layout
-from phalanx.partition.derived import overlaps
+from phalanx.partition.derived import BLOCK, LARGEST, gathers_parameters, is_offloaded, overlaps, stashes
 from phalanx.techniques.technique import Problem, Technique, above, is_one_of
 
 
@@ -91,6 +91,63 @@ def _threads_differ(job: Job) -> Iterator[Problem]:
         yield "layout.data_parallel", "threads is for CPUs; nearest legal: data_parallel=ddp, or cluster.device=cpu"
 
 
+def _compression_problems(job: Job) -> Iterator[Problem]:
+    """Yields the sums that cannot be compressed."""
+    layout, form = job.layout, job.layout.compression
+    if form == "none":
+        return
+    if layout.dp_replicate < 2 or layout.sync != "bsp":
+        yield (
+            "layout.compression",
+            f"{form} is for gradients that replicas sum in every step, dp_replicate is {layout.dp_replicate} and sync "
+            f"{layout.sync}; nearest legal: compression=none, or dp_replicate=2 with sync=bsp",
+        )
+    if layout.data_parallel == "threads":
+        yield (
+            "layout.compression",
+            f"{form} shortens messages, and threads send none; nearest legal: compression=none, or data_parallel=ddp",
+        )
+    if gathers_parameters(layout) and (is_offloaded(layout, "optimizer") or is_offloaded(layout, "parameters")):
+        yield (
+            "layout.compression",
+            f"{form} follows the last reduce-scatter of zero=3, from which offload={layout.offload} takes gradients to "
+            "the host at once; nearest legal: compression=none, or offload=none",
+        )
+    if form != "powersgd":
+        return
+    if layout.shard_ranks > 1 and layout.zero < 3:
+        yield (
+            "layout.compression",
+            f"powersgd needs whole rows of matrices, zero {layout.zero} cuts them anywhere for dp_shard "
+            f"{layout.dp_shard} × cp {layout.cp} = {layout.shard_ranks} ranks; nearest legal: zero=3, or "
+            "compression=int8",
+        )
+    if stashes(layout) or overlaps(layout):
+        yield (
+            "layout.compression",
+            f"powersgd feeds the error of a step back in the next one, and steps of {layout.schedule} overlap; nearest "
+            "legal: schedule=1f1b, or compression=int8",
+        )
+    if job.train.precision == "fp16":
+        yield (
+            "layout.compression",
+            "powersgd keeps errors over steps whose loss scale differs in fp16; nearest legal: train.precision=bf16, "
+            "or compression=int8",
+        )
+
+
+def _compression_differs(job: Job) -> Iterator[Problem]:
+    if (form := job.layout.compression) == "none":
+        return
+    lost = "sums only their part in a space of compression_rank dimensions, and the rest in later steps"
+    if form != "powersgd":
+        lost = f"rounds gradients and their sum by at most 1/{2 * LARGEST[form]} of the largest of {BLOCK}"
+    yield (
+        "layout.compression",
+        f"{form} {lost}, so it does not equal one process to verify's tolerance; nearest legal: compression=none",
+    )
+
+
 _DILOCO = is_one_of("layout.sync", "diloco")
 INDEPENDENT_REPLICAS = Technique(
     "replicas that train alone and synchronise now and then",
@@ -114,4 +171,17 @@ THREADS = Technique(
     conditions={"layout.data_parallel": above("layout.dp_replicate", 1, "replicas: ", auto=True)},
     layouts=("dp_replicate=2,accumulation=2,data_parallel=threads",),
     differs=_threads_differ,
+)
+COMPRESSION = Technique(
+    "gradients summed over replicas in a compressed form (codes, PowerSGD)",
+    "Vogels et al. 2019; Wang et al. 2023, section 3.3",
+    is_on=lambda job: job.layout.compression != "none",
+    fields=("layout.compression", "layout.compression_rank", "layout.compression_start"),
+    layout_problems=_compression_problems,
+    conditions={
+        "layout.compression_rank": is_one_of("layout.compression", "powersgd"),
+        "layout.compression_start": is_one_of("layout.compression", "int8", "int4", "powersgd"),
+    },
+    differs=_compression_differs,
+    compared_without=True,
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,10 +19,12 @@ from phalanx.checkpoint.manifest import Box, Manifest, job_of, require_resumable
 from phalanx.checkpoint.parts import HeldTensor, Part, Share, held, is_finite, shares
 from phalanx.checkpoint.shard_file import Reader
 from phalanx.comm.agree import on_every_rank
+from phalanx.config.fields import get
 from phalanx.errors import CheckpointError, DamagedCheckpointError
 from phalanx.launch.watchdog import heartbeat
 from phalanx.optimizers.catalogue import kinds
 from phalanx.optimizers.entry import COMPENSATION, MASTER, POSITIVE, scale_of
+from phalanx.parallel.compression import STATE as FACTORS
 from phalanx.parallel.offload import on_host
 from phalanx.parallel.parameter_shards import ParameterShard
 from phalanx.partition.ramp import Ramp
@@ -30,6 +33,15 @@ from phalanx.train.learning_rate import ScheduleEnd, end_of, resumed_end
 from phalanx.train.optimizers.narrow import table
 from phalanx.train.run_directory import extension_facts
 from phalanx.train.step import Stepper
+
+log = logging.getLogger(__name__)
+
+FACTORS_DEPEND_ON = (
+    *("model.lora.rank", "train.precision", "train.gradients", "layout.compression", "layout.compression_rank"),
+    *("layout.dp_replicate", "layout.dp_shard", "layout.cp", "layout.tp", "layout.pp", "layout.ep", "layout.zero"),
+    *("layout.schedule", "layout.pp_chunks", "layout.pp_cut", "layout.tiles", "layout.tile"),
+)
+"""Fields that decide which matrices, or parts of them, a rank has errors of."""
 
 
 @dataclass
@@ -71,13 +83,15 @@ class TrainState:
 
     def names(self) -> list[str]:
         """Returns the names of all tensors of the state on all ranks, the parameters first."""
-        stepper = self.stepper
-        names = parameter_shapes(stepper.job.model, self.vocab_size)
-        own = kinds(stepper.job.optimizer, trained_shapes(stepper.job.model, self.vocab_size))
+        stepper, job = self.stepper, self.stepper.job
+        names = parameter_shapes(job.model, self.vocab_size)
+        own = kinds(job.optimizer, trained_shapes(job.model, self.vocab_size))
         every = [*own, MASTER, *(stepper.sync.state_tensors() if stepper.sync else ())]
         prefixes = ["", *(f"{kind}/" for kind in every)]
         prefixes += [_of_replica(replica, kind) for replica in range(1, self.replicas) for kind in own]
-        return [prefix + name for prefix in prefixes for name in names]
+        ranks = stepper.mesh.axis("world").size if job.layout.compression == "powersgd" else 0
+        errors = [f"{FACTORS}/rank{rank}" for rank in range(ranks)]
+        return [prefix + name for prefix in prefixes for name in names] + errors
 
     def load(self, path: Path) -> None:
         """Restores the state from a checkpoint, together with all other ranks: each reads the boxes that it holds.
@@ -141,6 +155,30 @@ class TrainState:
         self.history.restart()
         self.schedule_end = ScheduleEnd(end_of(self.stepper.job))
 
+    def _factors(self) -> Iterator[HeldTensor]:
+        """Yields PowerSGD's errors and factors on this rank, if there are any."""
+        compression = self.stepper.replica.compression
+        if compression is not None and self.stepper.job.layout.compression == "powersgd":
+            place = compression.held(self.stepper.mesh.axis("world").rank)
+            yield HeldTensor(f"{FACTORS}/{place.name}", place, place.value)
+
+    def _read_factors(self, manifest: Manifest) -> Iterator[HeldTensor]:
+        """Yields PowerSGD's state where the checkpoint has that of this layout. Otherwise it begins anew."""
+        mine = list(self._factors())
+        before, now = job_of(manifest), self.stepper.job
+        same = all(get(before, path) == get(now, path) for path in FACTORS_DEPEND_ON)
+        if mine and same and mine[0].name in manifest.tensors:
+            yield from mine
+        elif mine:
+            assert self.stepper.replica.compression is not None, "has state"
+            self.stepper.replica.compression.restart()
+            if self.stepper.mesh.axis("world").rank == 0:
+                log.warning(
+                    "compression=powersgd: the error feedback of checkpoint %s belongs to another layout or is absent; "
+                    "it begins anew, without the gradients that it held back",
+                    manifest.path,
+                )
+
     @property
     def replicas(self) -> int:
         """The number of replicas whose optimizers differ."""
@@ -180,6 +218,7 @@ class TrainState:
                 yield from held(places, tensors, f"{kind}/", *same)
         for kind, tensors in stepper.sync.state_tensors().items() if stepper.sync else ():
             yield from held(stepper.optimizer.shards, tensors, f"{kind}/", *same)
+        yield from self._factors()
 
     def _read(self, manifest: Manifest) -> None:
         """Reads this rank's part of a checkpoint. Ranks share the verification of the digests."""
@@ -204,7 +243,7 @@ class TrainState:
             for kind, of_kind in sync.state_tensors().items() if sync else ():
                 if all(f"{kind}/{shard.whole_name}" in manifest.tensors for shard in optimizer.shards):
                     state += held(optimizer.shards, of_kind, f"{kind}/")
-            _fill_all(state, tensors)
+            _fill_all([*state, *self._read_factors(manifest)], tensors)
             for kind, of_kind in own.items():
                 for shard in optimizer.places(kind):
                     heartbeat.beat()

@@ -322,6 +322,8 @@ class Stepper:
 
         Afterwards the shards' gradients are those of the mean loss over `global_tokens`, times the loss scale."""
         heartbeat.enter(Phase.FORWARD_BACKWARD)
+        if self.replica.compression:
+            self.replica.compression.step = step
         tensors = [self.tensors(micro, step) for micro in micro_batches]
         if self.stashing:
             void = math.isnan(global_tokens)
@@ -461,6 +463,8 @@ class Stepper:
         """Returns to the initial weights, without optimizer state."""
         initialise(self.replica, self.job)
         self.optimizer.restart()
+        if self.replica.compression:
+            self.replica.compression.restart()
         self.loss_scale = LossScale(DTYPES[self.job.train.precision])
 
     @torch.no_grad()

@@ -2,38 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
-from torch import Tensor
 
 from phalanx.axes.catalogue import AXES_TABLE
 from phalanx.comm.axis import Axis
 from phalanx.config.job import Job
 from phalanx.errors import NotFiniteError
+from phalanx.parallel.compression import join, parts, spread
 from phalanx.parallel.mesh import Mesh
 from phalanx.partition.tensor_slices import STOP_MESSAGE_BYTES
 from phalanx.registry import package_code
 from phalanx.train.optimizer import ShardedOptimizer
 from phalanx.train.requests import NO_REQUESTS, Requests
-
-
-def join(tensors: Sequence[Tensor]) -> Tensor:
-    """Returns a new tensor (n,) with the elements of all `tensors`, in their order."""
-    return torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
-
-
-def parts(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
-    """Returns views of `flat` (n,) with the shapes of `like`."""
-    pieces = flat.split([tensor.numel() for tensor in like])
-    return [piece.view(tensor.shape) for piece, tensor in zip(pieces, like, strict=True)]
-
-
-@torch.no_grad()
-def spread(flat: Tensor, into: Sequence[Tensor]) -> None:
-    """Copies the elements of `join`'s result back into tensors of those shapes."""
-    for tensor, part in zip(into, parts(flat, into), strict=True):
-        tensor.copy_(part)
 
 
 def synchronize(replicas: Axis, device: torch.device, requests: Requests, problem: str) -> Requests:

@@ -41,7 +41,7 @@ _UNSEEN = ("run.", "checkpoint.", "guard.", "train.log_every", "train.eval_", "t
 """Begin fields that change no number of a run that goes well."""
 _ORDERS = ("layout.", "cluster.", "train.compile", "train.deterministic", "train.cpu_linear", "axes.")
 """Begin fields that only change the order of sums."""
-_NUMBERS = ("layout.sync", "layout.quantise_", "layout.schedule", "layout.diloco", "layout.local_sgd")
+_NUMBERS = ("layout.sync", "layout.quantise_", "layout.compression", "layout.schedule")
 """Begin fields of layouts that may change more."""
 _STARTS = ("model.", "data.", "train.seed", "train.global_batch", "train.precision", "train.gradients")
 """Begin fields that show in the first step; others show after the first update."""
