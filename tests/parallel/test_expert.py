@@ -67,7 +67,7 @@ def part_of(whole: layers.MixtureOfExperts, ep: Axis) -> layers.MixtureOfExperts
     dtype = whole.router.weight.dtype
     with torch.device("meta"):
         layer = layers.MixtureOfExperts(whole.config, 0, layers.Routing(factor=0.25)).to(dtype)
-    cut_experts(layer, ep)
+    cut_experts(layer, ep.size)
     layer.to_empty(device="cpu")
     for (name, parameter), (_, of) in zip(layer.named_parameters(), whole.named_parameters(), strict=True):
         parameter.data.copy_(held(name, of, ep).detach())
@@ -296,7 +296,7 @@ def test_a_rank_holds_its_run_of_experts_of_the_width_that_tensor_parallelism_le
         layer = layers.MixtureOfExperts(SHARED, 0, layers.Routing()).bfloat16()
         layer.experts.up.weight = nn.Parameter(torch.empty(8, 2, WIDTH, dtype=torch.bfloat16))
     before = {name: parameter.shape for name, parameter in layer.named_parameters()}
-    cut_experts(layer, Axis("ep", 4, 1))
+    cut_experts(layer, 4)
     for name, parameter in layer.named_parameters():
         assert parameter.is_meta
         assert parameter.dtype == torch.bfloat16

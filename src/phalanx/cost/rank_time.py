@@ -180,9 +180,9 @@ def half_times(spec: StepSpec, kind: BlockKind, half: Half, modes: Sequence[Mode
     slowdown = framework.block_slowdown(kind)
     if half == "attention" and kind.attention == "mamba":
         slowdown *= framework.recurrent_slowdown
-    seconds = operator_seconds(device, work, framework, spec.products, layout.tp, layout.ep, slowdown=slowdown)
+    seconds = operator_seconds(device, work, framework, spec.products, layout.tp, layout.ep_shard, slowdown=slowdown)
     if framework.wide_blocks:
-        wide = operator_seconds(device, work, framework, "bf16", layout.tp, layout.ep, slowdown=slowdown)
+        wide = operator_seconds(device, work, framework, "bf16", layout.tp, layout.ep_shard, slowdown=slowdown)
         seconds = seconds.mixed(wide, framework.wide_blocks)
     handling = {axis: handling_seconds(device, ops) for axis, ops in _host_operations(spec, kind, work).items()}
     starts = framework.kernel_us * 1e-6 * collectives(here, work)
@@ -201,7 +201,7 @@ def half_times(spec: StepSpec, kind: BlockKind, half: Half, modes: Sequence[Mode
 def _with_repeated(seconds: Seconds, repeated: Sequence[Operator], spec: StepSpec, slowdown: float) -> Seconds:
     """Returns the seconds of half a block of which also the operators `repeated` are cheap enough to run again."""
     layout, device = spec.layout, spec.cluster.accelerator
-    again = operator_seconds(device, repeated, spec.framework, spec.products, layout.tp, layout.ep, slowdown=slowdown)
+    again = operator_seconds(device, repeated, spec.framework, spec.products, layout.tp, layout.ep_shard, slowdown=slowdown)
     return replace(seconds, cheap=seconds.cheap + again.forward, host_cheap=seconds.host_cheap + again.host_forward)
 
 

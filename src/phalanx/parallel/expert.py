@@ -10,35 +10,73 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from phalanx.comm.axis import Axis, Pending
+from phalanx.config.layout import Layout
 from phalanx.model.layers import uncompiled
-from phalanx.model.moe import Ends, GroupedLinear, MixtureOfExperts
-from phalanx.partition.tensor_slices import experts_of
+from phalanx.model.moe import Ends, GroupedLinear, MixtureOfExperts, Sequences
+from phalanx.partition.tensor_slices import experts_of, in_order_of_ranks
 
 
-def cut_experts(model: nn.Module, ep: Axis) -> None:
-    """Replaces the parameters of routed experts in `model` (on the meta device) by those of the local experts.
+ONE_RANK = Layout()
+
+
+def cut_experts(model: nn.Module, ranks: int) -> None:
+    """Replaces the parameters of routed experts in `model` (on the meta device), of which a tensor rank may have a part
+    already, by those of one of `ranks` ranks.
 
     The layout has been checked: the number of experts is divisible by the ranks."""
     for module in model.modules():
         if isinstance(module, GroupedLinear):
             for name, stack in list(module.named_parameters(recurse=False)):
-                mine = experts_of(stack.shape[0], ep.size, ep.rank)
-                held = torch.empty(len(mine), *stack.shape[1:], dtype=stack.dtype, device="meta")
+                module.experts = stack.shape[0] // ranks
+                held = torch.empty(module.experts, *stack.shape[1:], dtype=stack.dtype, device="meta")
                 setattr(module, name, nn.Parameter(held, requires_grad=stack.requires_grad))
-                module.experts = len(mine)
 
 
-def connect(model: nn.Module, ep: Axis) -> None:
+def connect(model: nn.Module, ep: Axis, layout: Layout = ONE_RANK) -> None:
     """Makes the mixtures of experts in `model`, whose experts are cut over `ep`, exchange rows with each other."""
     for module in model.modules():
         if isinstance(module, MixtureOfExperts):
             module.dispatch = ExpertExchange(ep)
+            if layout.folds and layout.ep_shard > 1:
+                module.order = partial(in_order_of_ranks, module.config.moe.n_experts, layout)
+
+
+class FoldedSequences(Sequences):
+    """Access to whole sequences for the routers of tensor ranks that are ranks of ep: each routes a run of the tokens
+    of all sequences of the micro-batch, in the order (sequence, position)."""
+
+    def __init__(self, inside: Sequences, tp: Axis):
+        self.inside, self.tp = inside, tp
+
+    @uncompiled
+    def sum(self, x: Tensor) -> Tensor:
+        total = x.detach().clone(memory_format=torch.contiguous_format)
+        self.tp.all_reduce(total).wait()
+        return self.inside.sum(total)
+
+    @uncompiled
+    def counts(self, chosen: Tensor, n: int) -> Tensor:
+        batch, numbers = len(chosen), self._numbers(chosen)
+        places = (n * numbers.unsqueeze(-1) + chosen.flatten(0, 1)).flatten()
+        return chosen.new_zeros(batch * n).scatter_add_(0, places, torch.ones_like(places)).view(batch, n)
+
+    @uncompiled
+    def sums(self, x: Tensor) -> Tensor:
+        # A product adds in the same order in every run, as an index_add on a GPU does not.
+        of_sequence = nn.functional.one_hot(self._numbers(x), len(x)).to(x.dtype)
+        return of_sequence.t() @ x.flatten(0, 1)
+
+    def _numbers(self, x: Tensor) -> Tensor:
+        """Returns the number of the sequence of each token of `x` (batch, seq / tp, ...), (batch × seq / tp,)."""
+        here, seq = x.shape[0] * x.shape[1], x.shape[1] * self.tp.size
+        return torch.arange(self.tp.rank * here, (self.tp.rank + 1) * here, device=x.device) // seq
 
 
 @dataclass(frozen=True)

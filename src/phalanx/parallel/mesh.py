@@ -2,7 +2,7 @@
 
 Some axes are composed of others, as in torchtitan's mesh. State is sharded over dp_shard × cp (the `shard` axis), since
 context-parallel ranks hold the same parameters. Experts are cut over `ep` neighbours of that axis and sharded over the
-rest of it (`edp`). Neighbours on both keep a second copy of the parameters (`hpz`, `edp_hpz`). Context-parallel ranks
+rest of it (`edp`); with etp=1 over `ep` neighbours of shard × tp, among them all tensor ranks. Neighbours on both keep a second copy of the parameters (`hpz`, `edp_hpz`). Context-parallel ranks
 are a grid, ring × ulysses.
 """
 
@@ -51,7 +51,7 @@ class Mesh:
     devices: DeviceMesh | None
     """torch's mesh over pp, dp_replicate, shard and tp, those with more than one rank; None for a single process."""
     expert_devices: DeviceMesh | None = None
-    """torch's mesh over pp, dp_replicate, edp, ep and tp; None without expert parallelism."""
+    """torch's mesh over pp, dp_replicate, edp, ep and, if ep has no tensor ranks, tp; None without expert parallelism."""
     lines: dict[str, AxisGeometry] = field(default_factory=dict)
     """The axes that ranks communicate along, by name."""
     ledger: Ledger = field(default_factory=Ledger)
@@ -208,10 +208,10 @@ def lines(layout: Layout) -> dict[str, AxisGeometry]:
         "cp": AxisGeometry(cp, tp),
         "ring": AxisGeometry(ring, tp * (ulysses if ulysses_first else 1)),
         "ulysses": AxisGeometry(ulysses, tp * (1 if ulysses_first else ring)),
-        "ep": AxisGeometry(layout.ep, tp),
-        "edp": AxisGeometry(shard // layout.ep, tp * layout.ep),
+        "ep": AxisGeometry(layout.ep, 1 if layout.folds else tp),
+        "edp": AxisGeometry(layout.edp, tp * layout.ep_shard),
         "hpz": AxisGeometry(near_ranks(layout), tp),
-        "edp_hpz": AxisGeometry(near_ranks(layout, experts=layout.ep > 1), tp * layout.ep),
+        "edp_hpz": AxisGeometry(near_ranks(layout, experts=layout.ep > 1), tp * layout.ep_shard),
         # The ranks at one place of every node: of the experts' ranks these are the same.
         "hpz_across": AxisGeometry(shard // hpz if crosses else 1, tp * hpz),
         "edp_hpz_across": AxisGeometry(shard // hpz if crosses and layout.ep > 1 else 1, tp * hpz),
@@ -239,7 +239,7 @@ def build(layout: Layout, device_type: str) -> Mesh:
     experts = None
     if layout.ep > 1:
         # FSDP2 requires even an axis of one rank by name.
-        names = ("pp", *layout.axes.sizes, "dp_replicate", "edp", "ep", "tp")
+        names = ("pp", *layout.axes.sizes, "dp_replicate", "edp", "ep", *([] if layout.folds else ["tp"]))
         experts = _devices(device_type, {name: every[name].size for name in names})
     return Mesh(sizes, coordinates, devices, experts, every)
 
