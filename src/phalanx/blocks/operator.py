@@ -70,6 +70,11 @@ class Weight(NamedTuple):
             return None if self.cut == "whole" else 0
         return (self.cut == "columns") + self.routed
 
+    @property
+    def cuts_matrices(self) -> bool:
+        """Whether tensor ranks hold parts of matrices."""
+        return self.cut not in ("whole", "experts")
+
     def folded(self, folds: bool) -> Weight:
         """Returns the weight as tensor ranks divide it; if it `folds`, they hold whole experts, and each counts the
         loads of its own tokens alone."""

@@ -252,7 +252,7 @@ def _parts(
         dealt_out = is_expert(name) and layout.ep > 1
         shape = (mine.shape[0] // layout.ep_shard, *mine.shape[1:]) if dealt_out else mine.shape
         group, weight = _group(name, layout, number, model), weight_of(model, name).folded(layout.folds)
-        cut, summed = weight.dim is not None and layout.tp > 1, weight.is_summed(layout.sp)
+        cut, summed = weight.cuts_matrices and layout.tp > 1, weight.is_summed(layout.sp)
         yield HeldParameter(name, shape, users, holders, mine.copies, cut, summed, group, weight.frozen)
 
 

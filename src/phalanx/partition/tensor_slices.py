@@ -52,6 +52,11 @@ class TensorSlice:
         return tuple(self.size if dim == self.dim else n for dim, n in enumerate(self.whole))
 
     @property
+    def cuts_matrices(self) -> bool:
+        """True if ranks hold parts of the matrices, not whole ones of a stack of experts."""
+        return self.dim is not None and self.dim >= len(self.whole) - 2
+
+    @property
     def real(self) -> int:
         """Rows (columns) of the slice that exist in the whole parameter; the rest is padding."""
         assert self.dim is not None, "only a cut dimension is padded"
