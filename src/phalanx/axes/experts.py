@@ -35,7 +35,9 @@ def _problems(job: Job) -> Iterator[Problem]:
         if ranks % layout.ep:
             wrong = f"{taken}, which ep {layout.ep} does not divide"
         else:
-            wrong = f"with etp 1 each of tp {tp} ranks holds other experts, and ep {layout.ep} / tp {tp} is not an integer"
+            wrong = (
+                f"with etp 1 each of tp {tp} ranks holds other experts, and ep {layout.ep} / tp {tp} is not an integer"
+            )
         if not legal["layout.ep"]:
             legal = {"layout.etp": [0]}
         yield "layout.ep", Misfit(wrong, layout.ep, legal)

@@ -142,13 +142,19 @@ def experts(place: Place) -> Iterator[Operator]:
     work = MemoryBound("dispatch", 2 * row, row + token, cheap=True)
     yield _moving(place, work, rows, SavedTensor("places", places, spread))
     up, activation, down = mlp(
-        inside, "experts", model.expert_ff_size, max(1, routed_rows(place) * place.ep_shard // moe.n_experts), tiled=True
+        inside,
+        "experts",
+        model.expert_ff_size,
+        max(1, routed_rows(place) * place.ep_shard // moe.n_experts),
+        tiled=True,
     )
     inputs = saved_input(place, "feed_forward", "moe.experts.up", "moe.experts.gate")
     size *= arrived * inputs
     read = SavedTensor("experts.up", size, spread, cheap=size if place.ep == 1 else 0)
     yield replace(
-        _in_mixture(up, moe.n_experts, folds=place.folds), saved=(read,), results=gate_result(place, moe.top_k * model.expert_ff_size)
+        _in_mixture(up, moe.n_experts, folds=place.folds),
+        saved=(read,),
+        results=gate_result(place, moe.top_k * model.expert_ff_size),
     )
     here = max(1, moe.n_experts // place.ep)
     each = (one._replace(forward=here * one.forward, backward=here * one.backward) for one in activation.memory_bound)

@@ -42,8 +42,8 @@ class Layout(Hashed):
     pp: Annotated[int, Interval(1)] = 1
     """Pipeline ranks: each holds one or several stages of the layers."""
     ep: Annotated[int, Interval(1)] = 1
-    """Expert-parallel ranks, taken from dp_shard × cp, with etp=1 from dp_shard × cp × tp: each holds a part of the routed
-    experts."""
+    """Expert-parallel ranks, taken from dp_shard × cp, with etp=1 from dp_shard × cp × tp: each holds a part of the
+    routed experts."""
     etp: Annotated[int, Interval(0)] = 0
     """Tensor-parallel ranks of the routed experts: tp, each with a part of every matrix, or 1, each with whole experts
     (MoE parallel folding), which takes sp=true. 0: as tp."""

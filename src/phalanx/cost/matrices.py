@@ -161,7 +161,9 @@ def _in_buckets(
     weights = [*(embedding_weights(model, model.vocab_size) if ends[0] else ())]
     for kind, blocks in kinds:
         weights += [
-            weight for weight in _weights(model, kind, folds) if which in ("all", "experts" if weight.routed else "dense")
+            weight
+            for weight in _weights(model, kind, folds)
+            if which in ("all", "experts" if weight.routed else "dense")
         ] * blocks
     weights += head_weights(model, model.vocab_size) if ends[1] else ()
     weights.reverse()

@@ -143,7 +143,9 @@ def _point(
     device = spec.cluster.accelerator
 
     def seconds(on: Accelerator) -> float:
-        return operator_seconds(on, [operator], spec.framework, spec.products, spec.layout.tp, spec.layout.ep_shard).forward
+        return operator_seconds(
+            on, [operator], spec.framework, spec.products, spec.layout.tp, spec.layout.ep_shard
+        ).forward
 
     free = {"ceiling": inf, "fp8_ceiling": inf}
     bandwidth = device.bandwidth_gbs * 1e9 * STREAM_EFFICIENCY

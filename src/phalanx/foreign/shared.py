@@ -17,7 +17,7 @@ from phalanx.foreign.frame import MOST_BYTES, Fields, Leftover, Source, Stated, 
 
 KEPT = (
     *("hpz", "quantise_weights", "quantise_gradients", "tiles", "tile", "cp_ulysses", "cp_inner", "sync", "loss_chunk"),
-    *("data_parallel", "offload_to", "offload_blocks"),
+    *("data_parallel", "offload_to", "offload_blocks", "etp"),
 )
 """Fields of a layout that torch's frameworks do not choose, or that are kept as the file has them."""
 TORCH = frozenset(

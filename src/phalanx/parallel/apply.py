@@ -355,7 +355,9 @@ def apply_data_parallel(parts: Construction, objective: Objective) -> Replica:
         dtype=torch.float32 if job.train.gradients == "fp32" else None,
         every_micro_batch=layout.accumulate == "sharded",
         granularity=granularity_of(job.optimizer),
-        experts=(mesh.axis("ep").rank // (layout.tp if layout.folds else 1), mesh.axis("edp")) if layout.ep > 1 else None,
+        experts=(mesh.axis("ep").rank // (layout.tp if layout.folds else 1), mesh.axis("edp"))
+        if layout.ep > 1
+        else None,
     )
     shards, replicas = sums.shard.size, sums.replicate.size
     if gathers_parameters(layout):

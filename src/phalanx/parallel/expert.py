@@ -22,7 +22,6 @@ from phalanx.model.layers import uncompiled
 from phalanx.model.moe import Ends, GroupedLinear, MixtureOfExperts, Sequences
 from phalanx.partition.tensor_slices import experts_of, in_order_of_ranks
 
-
 ONE_RANK = Layout()
 
 

@@ -2,8 +2,8 @@
 
 Some axes are composed of others, as in torchtitan's mesh. State is sharded over dp_shard × cp (the `shard` axis), since
 context-parallel ranks hold the same parameters. Experts are cut over `ep` neighbours of that axis and sharded over the
-rest of it (`edp`); with etp=1 over `ep` neighbours of shard × tp, among them all tensor ranks. Neighbours on both keep a second copy of the parameters (`hpz`, `edp_hpz`). Context-parallel ranks
-are a grid, ring × ulysses.
+rest of it (`edp`); with etp=1 over `ep` neighbours of shard × tp, all tensor ranks among them. Neighbours on both keep
+a second copy of the parameters (`hpz`, `edp_hpz`). Context-parallel ranks are a grid, ring × ulysses.
 """
 
 from __future__ import annotations
@@ -51,7 +51,8 @@ class Mesh:
     devices: DeviceMesh | None
     """torch's mesh over pp, dp_replicate, shard and tp, those with more than one rank; None for a single process."""
     expert_devices: DeviceMesh | None = None
-    """torch's mesh over pp, dp_replicate, edp, ep and, if ep has no tensor ranks, tp; None without expert parallelism."""
+    """torch's mesh over pp, dp_replicate, edp, ep and, unless ep has tensor ranks, tp; None without expert
+    parallelism."""
     lines: dict[str, AxisGeometry] = field(default_factory=dict)
     """The axes that ranks communicate along, by name."""
     ledger: Ledger = field(default_factory=Ledger)

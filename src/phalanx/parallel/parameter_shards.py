@@ -319,9 +319,7 @@ def _of_one(stacked: TensorSlice) -> TensorSlice:
     """Returns the slice of one matrix of a stack, of which ranks hold equal parts."""
     if not stacked.cuts_matrices or stacked.dim is None:
         return TensorSlice(stacked.whole[1:])
-    return TensorSlice(
-        stacked.whole[1:], stacked.dim - 1, stacked.start, stacked.size, stacked.copies, stacked.first
-    )
+    return TensorSlice(stacked.whole[1:], stacked.dim - 1, stacked.start, stacked.size, stacked.copies, stacked.first)
 
 
 def _run_round(group: _Group, owners: Round, updates: Mapping[str, Tensor], compute: Compute) -> None:

@@ -97,6 +97,15 @@ def experts_of(n_experts: int, ep: int, rank: int) -> range:
     return range(rank * each, (rank + 1) * each)
 
 
+def experts_at(n_experts: int, layout: Layout, rank: int) -> range:
+    """Returns the routed experts of a layout's rank `rank` of ep: with tensor ranks among them, which change fastest,
+    a part of the run of experts that its tensor rank has."""
+    if layout.folds:
+        shard, tensor = divmod(rank, layout.tp)
+        rank = tensor * layout.ep_shard + shard
+    return experts_of(n_experts, layout.ep, rank)
+
+
 def in_order_of_ranks(n_experts: int, layout: Layout, experts: Any) -> Any:
     """Returns the numbers of some `experts` in the order of the ranks of ep: a tensor rank among them has a run of
     experts, of which each rank along dp_shard × cp has a run in turn."""

@@ -1,9 +1,9 @@
 """The cost model's figures for the parts of a layout, for many layouts at once: each part is computed once per
 combination of degrees that it depends on, on first use.
 
-Computation and memory of one device depend on the inner degrees (tp, sp, cp, cp_ulysses, ep, etp) and the micro-batch; the
-state's collectives on the outer ones (tp, the ranks that shard, the replicas, ep, etp); the contents of the ranks on the
-pipeline.
+Computation and memory of one device depend on the inner degrees (tp, sp, cp, cp_ulysses, ep, etp) and the
+micro-batch; the state's collectives on the outer ones (tp, the ranks that shard, the replicas, ep, etp); the contents
+of the ranks on the pipeline.
 """
 
 from __future__ import annotations
