@@ -17,11 +17,23 @@ from phalanx.foreign.frame import MOST_BYTES, Fields, Leftover, Source, Stated, 
 
 KEPT = (
     *("hpz", "quantise_weights", "quantise_gradients", "tiles", "tile", "cp_ulysses", "cp_inner", "sync", "loss_chunk"),
-    *("data_parallel", "offload_to", "offload_blocks", "etp"),
+    *("data_parallel", "offload_to", "offload_blocks"),
 )
 """Fields of a layout that torch's frameworks do not choose, or that are kept as the file has them."""
 TORCH = frozenset(
-    ("sp", "ep", "reshard", "schedule", "pp_chunks", "pp_cut", "micro_batch", "accumulation", "recompute", "loss_chunk")
+    (
+        "sp",
+        "ep",
+        "etp",
+        "reshard",
+        "schedule",
+        "pp_chunks",
+        "pp_cut",
+        "micro_batch",
+        "accumulation",
+        "recompute",
+        "loss_chunk",
+    )
 )
 """Fields of a layout that torchtitan's and AutoModel's rules give."""
 RECOMPUTES = {"recompute": ("none", "selective", "full")}

@@ -353,7 +353,7 @@ def _meshes(request: PlanRequest, world: int) -> Iterator[MeshDegrees]:
     model, fixed = request.model, request.fixed
     most_tp = max(LEAST_TP, NEIGHBOURHOODS * request.cluster.joined)
     for tp, sp, cp, ulysses in _inner(model, world, most_tp, fixed):
-        either = [0, 1] if sp and _folds(request, tp) else [0 if tp > 1 else fixed.get("etp", 0)]
+        either = [0, 1] if sp and _folds(request, tp) else [0]
         etps = _kept(either, fixed, "etp")
         for pp in _kept(divisors(world // (tp * cp)), fixed, "pp"):
             if pp > model.most_stages:

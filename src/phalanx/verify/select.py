@@ -152,6 +152,7 @@ def reduced(layout: Layout, max_ranks: int) -> Layout:
     without = ["cp_inner"] if layout.cp == 1 else []
     without += ["schedule", "pp_chunks", "pp_slices", "pp_cut"] if layout.pp == 1 else []
     without += ["accumulate"] if layout.shard_ranks == 1 else []
+    without += ["etp"] if layout.tp == 1 else []
     return replace(layout, **{name: getattr(Layout(), name) for name in without})
 
 
