@@ -332,6 +332,14 @@ def test_second_copies_need_whole_groups_of_sharded_parameters(layout, message):
         ({"etp": 1, "ep": 8, "sp": False}, "without sequence parallelism are all; nearest legal: sp=true, or etp=4"),
         ({"etp": 1, "ep": 2}, "with etp 1 each of tp 4 ranks holds other experts, and ep 2 / tp 4 is not an integer"),
         ({"etp": 1, "ep": 16}, "ep is taken from dp_shard 2 × cp 1 × tp 4 (etp 1) = 8, which ep 16 does not divide"),
+        (
+            {"ep": 2, "ep_node": 2},
+            "layout.ep_node: ep 2 / ep_node 2 is not a whole number above 1; nearest ep_node: 1",
+        ),
+        (
+            {"etp": 1, "ep": 8, "ep_node": 3},
+            "ep 8 / ep_node 3 is not a whole number above 1; nearest ep_node: 2, 4",
+        ),
         ({"etp": 1, "ep": 8, "tiles": 2, "tile": "experts"}, "leaves experts whole, which tile cuts; nearest"),
     ],
 )

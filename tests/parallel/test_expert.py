@@ -18,7 +18,7 @@ from phalanx.blocks.operator import is_expert
 from phalanx.comm.axis import Axis, Ledger, Pending
 from phalanx.config.model import ModelConfig, MoE
 from phalanx.model import moe as layers
-from phalanx.parallel.expert import connect, cut_experts
+from phalanx.parallel.expert import RowExchange, connect, cut_experts
 from phalanx.partition.tensor_slices import experts_of
 
 assert_close = partial(torch.testing.assert_close, rtol=1e-9, atol=1e-9)
@@ -71,7 +71,7 @@ def part_of(whole: layers.MixtureOfExperts, ep: Axis) -> layers.MixtureOfExperts
     layer.to_empty(device="cpu")
     for (name, parameter), (_, of) in zip(layer.named_parameters(), whole.named_parameters(), strict=True):
         parameter.data.copy_(held(name, of, ep).detach())
-    connect(layer, ep)
+    connect(layer, RowExchange(ep))
     return layer
 
 

@@ -41,6 +41,9 @@ def _problems(job: Job) -> Iterator[Problem]:
         if not legal["layout.ep"]:
             legal = {"layout.etp": [0]}
         yield "layout.ep", Misfit(wrong, layout.ep, legal)
+    if layout.ep_node > 1 and layout.ep_nodes * layout.ep_node != layout.ep:
+        wrong = f"ep {layout.ep} / ep_node {layout.ep_node} is not a whole number above 1"
+        yield "layout.ep_node", Misfit(wrong, layout.ep_node, {"layout.ep_node": divisors(layout.ep)[:-1] or [1]})
     if experts % layout.ep:
         more = {"model.moe.n_experts": multiples(layout.ep, experts)}
         yield "layout.ep", Misfit(f"n_experts {experts} / ep {layout.ep} is not an integer", layout.ep, legal | more)
@@ -79,9 +82,10 @@ EXPERTS = AxisEntry(
         "dp_shard=4,ep=2",
         "dp_shard=4,ep=4,zero=2",
         "cp=2,ep=2",
+        "dp_shard=4,ep=4,ep_node=2",
         "tp=2,ep=2,etp=1,sp=true",
         "dp_shard=2,tp=2,ep=4,etp=1,zero=1,sp=true",
-        "dp_shard=2,cp=2,tp=2,ep=4,etp=1,sp=true",
+        "dp_shard=2,cp=2,tp=2,ep=8,etp=1,ep_node=4,sp=true",
         "dp_shard=2,tp=4,ep=4,etp=1,sp=true,recompute=full",
         "dp_shard=2,tp=2,pp=2,ep=4,etp=1,zero=2,sp=true,schedule=zb_h1,accumulation=4",
     ),

@@ -444,6 +444,8 @@ class Place(NamedTuple):
     """Position in the ring, on which messages depend with a window; None: a position with the most bytes."""
     tiled: frozenset[str] = frozenset()
     """Layers that run in tiles, by the names of `layout.tile`."""
+    ep_nodes: int = 1
+    """Groups of expert ranks between which rows travel after they did so inside them (layout.ep_nodes)."""
     folds: bool = False
     """Whether tensor ranks hold whole experts, and each routes its own tokens (layout.folds)."""
     exchange: Literal["both", "enter", "leave"] = "both"
@@ -538,5 +540,6 @@ def place_of(
         documents,
         ring_rank=ring_rank,
         tiled=layout.tiled_layers if layout.tiles > 1 else frozenset(),
+        ep_nodes=layout.ep_nodes,
         folds=layout.folds,
     )

@@ -142,6 +142,7 @@ CONDITIONS: dict[str, Condition] = {
     ),
     "layout.bucket_mb": _BUCKETS,
     **{f"layout.{name}": above("layout.tp", 1, "tensor parallelism: ", auto=True) for name in ("sp", "etp")},
+    "layout.ep_node": above("layout.ep", 1, "expert parallelism: ", auto=True),
     "layout.cp_inner": (
         lambda job: 1 < job.layout.cp_ulysses < job.layout.cp or job.layout.auto,
         "is for a ring of Ulysses groups: layout.cp_ulysses above 1 and below layout.cp",

@@ -47,6 +47,9 @@ class Layout(Hashed):
     etp: Annotated[int, Interval(0)] = 0
     """Tensor-parallel ranks of the routed experts: tp, each with a part of every matrix, or 1, each with whole experts
     (MoE parallel folding), which takes sp=true. 0: as tp."""
+    ep_node: Annotated[int, Interval(1)] = 1
+    """Neighbouring ranks of ep, those of a node, that exchange tokens first, before the ranks at one place of every
+    node do (hierarchical all-to-all); 1: all of ep at once."""
     zero: Literal[1, 2, 3] = 3
     """State that dp_shard shards: 1 optimizer state, 2 gradients too, 3 parameters too (FSDP)."""
     reshard: bool = True
@@ -154,6 +157,11 @@ class Layout(Hashed):
     def ep_shard(self) -> int:
         """Number of ranks of ep along dp_shard × cp."""
         return max(1, self.ep // (self.tp if self.folds else 1))
+
+    @property
+    def ep_nodes(self) -> int:
+        """Number of groups of ep_node ranks between which tokens are sent in a second step; 1: there is none."""
+        return self.ep // self.ep_node if 1 < self.ep_node < self.ep else 1
 
     @property
     def edp(self) -> int:

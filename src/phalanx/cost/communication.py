@@ -277,7 +277,12 @@ def message_seconds(spec: StepSpec, place: Place, message: Message) -> float:
         ranks = RankGroup(place.ep_shard * place.routed_share) if framework.ep_folds else group(layout, "ep")
         sent = place.tokens / place.routed_share
         row = place.bytes_of(message) / (sent * message.copies)
-        return dispatch_seconds(cluster, sent, row, message.copies, ranks, once=framework.ep_once)
+        several = [ranks]
+        if place.ep_nodes > 1:  # inside groups first, then between them
+            near = ranks.ranks // place.ep_nodes
+            several = [RankGroup(near, ranks.stride), RankGroup(place.ep_nodes, ranks.stride * near)]
+        once = framework.ep_once
+        return sum(dispatch_seconds(cluster, sent, row, message.copies, each, once=once) for each in several)
     elif message.collective == "send":
         ranks = RankGroup(2, group(layout, message.axis).stride)
     else:

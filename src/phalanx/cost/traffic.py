@@ -106,7 +106,9 @@ def row_traffic(place: Place, kind: BlockKind, recompute: Recompute) -> Table:
 def balanced_rows(place: Place) -> float:
     """Returns the rows that a rank sends to other ranks, to experts and back, in a block with experts: with a capacity
     every slot, without one the same number to every rank."""
-    return 2 * routed_rows(place) / (place.tp if place.folds else 1) * (place.ep - 1) / place.ep
+    nodes, near = place.ep_nodes, place.ep // place.ep_nodes
+    hops = (near - 1) / near + (nodes - 1) / nodes
+    return 2 * routed_rows(place) / (place.tp if place.folds else 1) * hops
 
 
 def _traffic(place: Place, operators: Iterable[Operator], recompute: Recompute) -> Table:

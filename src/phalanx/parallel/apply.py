@@ -214,12 +214,13 @@ def apply_expert_parallel(parts: Construction) -> None:
         return
     ep, experts = parts.mesh.axis("ep"), parts.job.model.moe.n_experts
     expert.cut_experts(parts.model, layout.ep_shard)
-    expert.connect(parts.model, ep, layout)
+    expert.connect(parts.model, expert.RowExchange(ep, parts.mesh.axis("ep_near"), parts.mesh.axis("ep_far")), layout)
     whole = ""
     if layout.folds:
         routing = parts.model.routing
         routing.sequences = expert.FoldedSequences(routing.sequences, parts.mesh.axis("tp"))
         whole = f", whole ones on each of {layout.tp} tensor ranks"
+    whole += f", tokens inside {layout.ep_node} ranks first, then between {layout.ep_nodes}" * (layout.ep_nodes > 1)
     parts.log("expert parallel: %d of %d experts per rank%s", experts // ep.size, experts, whole)
 
 

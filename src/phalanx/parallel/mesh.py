@@ -91,7 +91,7 @@ class Mesh:
 
     def axis(self, name: str) -> Axis:
         """Returns the collectives among the ranks that differ from this one only along axis `name`: one of pp,
-        dp_replicate, shard (dp_shard × cp), tp, cp, ring, ulysses, ep, edp, hpz and edp_hpz,
+        dp_replicate, shard (dp_shard × cp), tp, cp, ring, ulysses, ep, ep_near, ep_far, edp, hpz and edp_hpz,
         hpz_across and edp_hpz_across; `world` is all ranks."""
         return self._axes[name]
 
@@ -147,6 +147,7 @@ class Mesh:
         """Creates the collectives of one axis. The ledger records its traffic under the names of layouts: cp for both
         its parts, and dp_shard where the shards are those of dp_shard alone."""
         shown = {"shard": "dp_shard" if self.sizes["cp"] == 1 else "dp_shard_cp", "ring": "cp", "ulysses": "cp"}
+        shown |= {"ep_near": "ep", "ep_far": "ep"}
         line = self.lines[name]
         if self.devices is None or line.size == 1:
             return Axis(shown.get(name, name))
@@ -210,6 +211,8 @@ def lines(layout: Layout) -> dict[str, AxisGeometry]:
         "ring": AxisGeometry(ring, tp * (ulysses if ulysses_first else 1)),
         "ulysses": AxisGeometry(ulysses, tp * (1 if ulysses_first else ring)),
         "ep": AxisGeometry(layout.ep, 1 if layout.folds else tp),
+        "ep_near": AxisGeometry(layout.ep_node if layout.ep_nodes > 1 else 1, 1 if layout.folds else tp),
+        "ep_far": AxisGeometry(layout.ep_nodes, (1 if layout.folds else tp) * layout.ep_node),
         "edp": AxisGeometry(layout.edp, tp * layout.ep_shard),
         "hpz": AxisGeometry(near_ranks(layout), tp),
         "edp_hpz": AxisGeometry(near_ranks(layout, experts=layout.ep > 1), tp * layout.ep_shard),

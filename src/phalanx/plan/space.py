@@ -354,6 +354,7 @@ def _meshes(request: PlanRequest, world: int) -> Iterator[MeshDegrees]:
     most_tp = max(LEAST_TP, NEIGHBOURHOODS * request.cluster.joined)
     for tp, sp, cp, ulysses in _inner(model, world, most_tp, fixed):
         either = [0, 1] if sp and _folds(request, tp) else [0]
+        node = fixed.get("ep_node", 1)
         etps = _kept(either, fixed, "etp")
         for pp in _kept(divisors(world // (tp * cp)), fixed, "pp"):
             if pp > model.most_stages:
@@ -367,7 +368,7 @@ def _meshes(request: PlanRequest, world: int) -> Iterator[MeshDegrees]:
                 for etp in etps:
                     most = gcd(shard * cp * (tp if etp else 1), model.moe.n_experts or 1)
                     for ep in _kept(divisors(most), fixed, "ep"):
-                        if not (etp and ep % tp):
+                        if not (etp and ep % tp) and (node == 1 or (ep > node and ep % node == 0)):
                             yield MeshDegrees(tp, sp, cp, ulysses, pp, shard, data // shard, ep, etp)
 
 
