@@ -338,7 +338,7 @@ def test_second_copies_need_whole_groups_of_sharded_parameters(layout, message):
         ),
         (
             {"etp": 1, "ep": 8, "ep_node": 3},
-            "ep 8 / ep_node 3 is not a whole number above 1; nearest ep_node: 2, 4",
+            "ep 8 / ep_node 3 is not a whole number above 1; nearest ep_node: 1, 2, 4",
         ),
         ({"etp": 1, "ep": 8, "tiles": 2, "tile": "experts"}, "leaves experts whole, which tile cuts; nearest"),
     ],

@@ -13,6 +13,7 @@ import torch
 
 from phalanx.comm.axis import Axis
 from phalanx.config.job import IGNORE, Job
+from phalanx.config.layout import Layout
 from phalanx.cost.job_spec import rank_spec
 from phalanx.cost.traffic import Traffic, step_traffic
 from phalanx.data.loader import MicroBatch
@@ -87,7 +88,7 @@ def counted_steps(
 
     stepper.optimizer.square_norm = square_norm
     mesh.ledger.clear()
-    with counted_rows(job.layout.ep_node if job.layout.ep_nodes > 1 else job.layout.ep) as rows:
+    with counted_rows(job.layout) as rows:
         for step in range(count):
             batches, valid = micro_batches(job, step, mesh.data_rank, vocab)
             seen = stepper.step(StepInputs(batches, step, valid, 1e-2))
@@ -99,9 +100,10 @@ def counted_steps(
 
 
 @contextmanager
-def counted_rows(near: int) -> Iterator[list[int]]:
+def counted_rows(layout: Layout) -> Iterator[list[int]]:
     """Yields the numbers of rows that this rank exchanges with other ranks, on their way to experts inside groups of
-    `near` ranks and then between these, as it exchanges them."""
+    ep_node ranks and then between these, as it exchanges them."""
+    near = layout.ep_node if layout.ep_nodes > 1 else layout.ep
     rows, table_of = list[int](), expert._gather_counts
 
     def counts_of_all(ep: Axis, *own: Any) -> torch.Tensor:

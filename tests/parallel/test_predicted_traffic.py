@@ -76,7 +76,7 @@ def counted(ranks, job: Job) -> tuple[Traffic, float, float]:
     steps = job.layout.sync_every if job.layout.independent_replicas > 1 else 1
     share = 1.0
     mesh.ledger.clear()
-    with counted_rows() as rows:
+    with counted_rows(job.layout) as rows:
         if isinstance(stepper.replica.runner, PipeDream):
             steps = 3
             stream(job, stepper, steps)

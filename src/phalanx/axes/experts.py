@@ -41,7 +41,7 @@ def _problems(job: Job) -> Iterator[Problem]:
         if not legal["layout.ep"]:
             legal = {"layout.etp": [0]}
         yield "layout.ep", Misfit(wrong, layout.ep, legal)
-    if layout.ep_node > 1 and layout.ep_nodes * layout.ep_node != layout.ep:
+    if layout.ep > 1 and layout.ep_node > 1 and (layout.ep % layout.ep_node or layout.ep_node >= layout.ep):
         wrong = f"ep {layout.ep} / ep_node {layout.ep_node} is not a whole number above 1"
         yield "layout.ep_node", Misfit(wrong, layout.ep_node, {"layout.ep_node": divisors(layout.ep)[:-1] or [1]})
     if experts % layout.ep:

@@ -186,8 +186,8 @@ def apply_tensor_parallel(parts: Construction) -> None:
         shared = frozenset(name for name, own in cut.items() if own.copies > 1)
         parts.partials.append(PartialGradients(mesh.neighbours("tp", copies), shared))
         line.append(f"each key/value head on {copies} ranks")
-    weights = {name: weight_of(parts.model.config, name).folded(layout.folds) for name in slices}
-    summed = frozenset(name for name, weight in weights.items() if weight.is_summed(layout.sp))
+    config, folds = parts.model.config, layout.folds
+    summed = frozenset(name for name in slices if weight_of(config, name).folded(folds).is_summed(layout.sp))
     parts.partials.append(PartialGradients(tp, summed))
     if layout.sp:
         line.append(f"sequence parallel with {parts.job.model.seq_len // tp.size} tokens of each sequence per rank")
