@@ -226,6 +226,7 @@ def test_gradients_are_sharded_among_ranks(values):
 
 def test_experts_that_are_dealt_out_are_legal():
     assert problems(EXPERTS, dp_shard=2, cp=2, ep=4, tp=2) == []
+    assert problems(EXPERTS, dp_shard=2, tp=2, sp=True, ep=4, etp=1) == []
     odd = replace(EXPERTS, d_ff=97)
     assert problems(odd, tp=2) == [], "no layer has a dense MLP"
     (found,) = problems(replace(odd, moe=replace(odd.moe, n_dense_layers=1)), tp=2)
@@ -319,6 +320,40 @@ def test_layers_that_recompute_are_those_of_the_model(layout, message):
 )
 def test_second_copies_need_whole_groups_of_sharded_parameters(layout, message):
     assert problems(**layout) == [f"layout.hpz: {message}"]
+
+
+@pytest.mark.parametrize(
+    ("layout", "message"),
+    [
+        (
+            {"etp": 2, "ep": 8},
+            "layout.etp: etp 2 is neither 1, for whole experts, nor tp 4, for parts of each; nearest",
+        ),
+        ({"etp": 1, "ep": 8, "sp": False}, "without sequence parallelism are all; nearest legal: sp=true, or etp=4"),
+        ({"etp": 1, "ep": 2}, "with etp 1 each of tp 4 ranks holds other experts, and ep 2 / tp 4 is not an integer"),
+        ({"etp": 1, "ep": 16}, "ep is taken from dp_shard 2 × cp 1 × tp 4 (etp 1) = 8, which ep 16 does not divide"),
+        (
+            {"ep": 2, "ep_node": 2},
+            "layout.ep_node: ep 2 / ep_node 2 is not a whole number above 1; nearest ep_node: 1",
+        ),
+        (
+            {"etp": 1, "ep": 8, "ep_node": 3},
+            "ep 8 / ep_node 3 is not a whole number above 1; nearest ep_node: 1, 2, 4",
+        ),
+        ({"etp": 1, "ep": 8, "tiles": 2, "tile": "experts"}, "leaves experts whole, which tile cuts; nearest"),
+    ],
+)
+def test_whole_experts_on_tensor_ranks(layout, message):
+    found = problems(EXPERTS, **{"dp_shard": 2, "tp": 4, "sp": True} | layout)
+    assert any(message in each for each in found), found
+
+
+def test_whole_experts_have_whole_widths_and_are_of_models_with_experts():
+    odd, folded = replace(EXPERTS, moe=replace(EXPERTS.moe, d_ff=33)), {"tp": 2, "sp": True, "ep": 2, "etp": 1}
+    assert problems(odd, **folded) == []
+    (found,) = problems(replace(odd, moe=replace(odd.moe, n_shared=1)), **folded)
+    assert found.startswith("layout.tp: an expert's width 33 / tp 2")
+    assert "etp 1 distributes experts, the model has none" in "".join(problems(tp=2, etp=1))
 
 
 def test_second_copies_of_experts():

@@ -102,6 +102,13 @@ LAYOUTS = [
     Layout(pp=2, dp_shard=2, tp=2, sp=True, zero=2, micro_batch=1),
     Layout(pp=2, dp_shard=2, zero=3, micro_batch=1, recompute="full"),
     Layout(dp_shard=2, ep=2, zero=3),
+    Layout(tp=2, sp=True, ep=2, etp=1),
+    Layout(tp=2, sp=True, sp_regather=True, ep=2, etp=1),
+    Layout(dp_shard=2, tp=2, sp=True, ep=4, etp=1, zero=1),
+    Layout(dp_shard=2, tp=2, sp=True, ep=2, etp=1, zero=3),
+    Layout(dp_shard=2, tp=2, sp=True, ep=2, etp=1, zero=3, recompute="full"),
+    Layout(dp_shard=2, tp=2, sp=True, ep=4, etp=1, zero=3, recompute="mlp"),
+    Layout(dp_shard=2, tp=2, sp=True, ep=4, etp=1, zero=3, recompute="products"),
 ]
 
 BOUND = 0.03
@@ -125,6 +132,12 @@ BEYOND = {
     # Rows of experts, which real routers divide otherwise anyway.
     ("dp_shard=2,recompute=full", "experts"): 0.048,
     ("dp_shard=2,offload=optimizer", "experts"): 0.033,
+    # Inputs that are gathered again, which blocks have in attention alone where tensor ranks hold whole experts.
+    ("dp_shard=2,tp=2,ep=2,etp=1,sp=true,recompute=full", "experts"): 0.055,
+    ("dp_shard=2,tp=2,ep=4,etp=1,sp=true,recompute=mlp", "experts"): 0.098,
+    ("dp_shard=2,tp=2,ep=2,etp=1,sp=true", "chunks"): 0.034,
+    ("dp_shard=2,tp=2,ep=2,etp=1,sp=true,recompute=full", "chunks"): 0.13,
+    ("dp_shard=2,tp=2,ep=4,etp=1,sp=true,recompute=mlp", "chunks"): 0.039,
     ("pp=2,schedule=gpipe,micro_batch=1", "experts"): 0.036,
     # Not mended yet: layers with experts and without in turn (Llama 4), of which prediction takes the larger for each
     # that is gathered or in flight.
@@ -154,7 +167,7 @@ def has_predicted_flops(name: str, layout: Layout) -> bool:
     """Whether ranks together compute exactly what the formula says. The kernel of this device computes also scores
     outside of windows; tensor ranks repeat matrices that they do not split (of latents, routers and adapters); a ring
     skips blocks of scores that the causal mask hides; what full recomputation repeats ends before the block does."""
-    repeats = layout.tp > 1 and name not in ("gpt", "llama")
+    repeats = layout.tp > 1 and name not in (("gpt", "llama", "experts") if layout.folds else ("gpt", "llama"))
     rings = layout.cp > layout.cp_ulysses
     again = layout.recompute == "full" or layout.recompute_cut
     return not (name == "windows" or repeats or rings or again or (layout.recompute == "mlp" and name == "adapters"))

@@ -99,6 +99,10 @@ def test_a_script_is_the_job_that_it_means(tmp_path):
             {"layout.ep": "1"},
         ),
         (
+            "--num-experts 8 --expert-model-parallel-size 8 --expert-tensor-parallel-size 1 --sequence-parallel",
+            {"layout.ep": "8", "layout.etp": "1"},
+        ),
+        (
             "--num-experts 8 --moe-ffn-hidden-size 512 --moe-shared-expert-intermediate-size 1024 "
             "--moe-layer-freq [0]*2+[1]*30",
             {"model.moe.n_shared": "2", "model.moe.n_dense_layers": "2"},

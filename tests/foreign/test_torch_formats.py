@@ -103,6 +103,10 @@ def test_a_toml_of_torchtitan_is_the_job_that_it_means(tmp_path):
         ("llama4", "17bx16e", "tensor_parallel_degree = 8", 8, "dp_shard=8 tp=8 sp=true"),
         ("deepseek_v3", "671B", "expert_parallel_degree = 8", 4, "dp_shard=64 ep=8"),
         ("deepseek_v3", "16B", "expert_parallel_degree = 8", 4, "dp_shard=64 ep=8"),
+        (
+            *("deepseek_v3", "16B", "tensor_parallel_degree = 4\nexpert_parallel_degree = 8", 4),
+            "dp_shard=16 tp=4 sp=true ep=8 etp=1",
+        ),
         ("qwen3", "32B", "context_parallel_degree = 2", 2, "dp_shard=32 cp=2"),
         ("gpt_oss", "debugmodel", "", 8, "dp_shard=64"),
     ],
@@ -112,10 +116,11 @@ def test_models_and_degrees_of_published_files(tmp_path, name, flavor, axes, bat
     theirs = titan(tmp_path, axes=axes, text=text)
     assert theirs.unknown == ()
     layout = job(theirs, "cluster=dgx-h100:8").layout
-    shown = {name: str(getattr(layout, name)).lower() for name in ("dp_shard", "tp", "cp", "ep", "sp")}
+    shown = {name: str(getattr(layout, name)).lower() for name in ("dp_shard", "tp", "cp", "ep", "etp", "sp")}
     assert {
         **dict.fromkeys(("tp", "cp", "ep"), "1"),
         "sp": "false",
+        "etp": "0",
         **dict(w.split("=") for w in line.split()),
     } == shown
     assert layout.micro_batch == batch

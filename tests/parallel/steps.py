@@ -13,6 +13,7 @@ import torch
 
 from phalanx.comm.axis import Axis
 from phalanx.config.job import IGNORE, Job
+from phalanx.config.layout import Layout
 from phalanx.cost.job_spec import rank_spec
 from phalanx.cost.traffic import Traffic, step_traffic
 from phalanx.data.loader import MicroBatch
@@ -87,7 +88,7 @@ def counted_steps(
 
     stepper.optimizer.square_norm = square_norm
     mesh.ledger.clear()
-    with counted_rows() as rows:
+    with counted_rows(job.layout) as rows:
         for step in range(count):
             batches, valid = micro_batches(job, step, mesh.data_rank, vocab)
             seen = stepper.step(StepInputs(batches, step, valid, 1e-2))
@@ -99,15 +100,19 @@ def counted_steps(
 
 
 @contextmanager
-def counted_rows() -> Iterator[list[int]]:
-    """Yields the numbers of rows that this rank exchanges with other ranks' experts, as it exchanges them."""
+def counted_rows(layout: Layout) -> Iterator[list[int]]:
+    """Yields the numbers of rows that this rank exchanges with other ranks, on their way to experts inside groups of
+    ep_node ranks and then between these, as it exchanges them."""
+    near = layout.ep_node if layout.ep_nodes > 1 else layout.ep
     rows, table_of = list[int](), expert._gather_counts
 
     def counts_of_all(ep: Axis, *own: Any) -> torch.Tensor:
         counts = table_of(ep, *own)
         table = counts.tolist()
         experts = [expert.experts_of(len(table[0]), ep.size, rank) for rank in range(ep.size)]
-        away = [(a, b) for a in range(ep.size) for b in range(ep.size) if a != b and ep.rank in (a, b)]
+        ways = [(a, a // near * near + b % near, b) for a in range(ep.size) for b in range(ep.size)]
+        hops = [(a, b, c, d) for a, middle, b in ways for c, d in ((a, middle), (middle, b))]
+        away = [(a, b) for a, b, c, d in hops if c != d and ep.rank in (c, d)]
         rows.append(sum(table[a][n] for a, b in away for n in experts[b]))
         return counts
 

@@ -18,7 +18,7 @@ from phalanx.blocks.operator import is_expert
 from phalanx.comm.axis import Axis, Ledger, Pending
 from phalanx.config.model import ModelConfig, MoE
 from phalanx.model import moe as layers
-from phalanx.parallel.expert import connect, cut_experts
+from phalanx.parallel.expert import RowExchange, connect, cut_experts
 from phalanx.partition.tensor_slices import experts_of
 
 assert_close = partial(torch.testing.assert_close, rtol=1e-9, atol=1e-9)
@@ -67,11 +67,11 @@ def part_of(whole: layers.MixtureOfExperts, ep: Axis) -> layers.MixtureOfExperts
     dtype = whole.router.weight.dtype
     with torch.device("meta"):
         layer = layers.MixtureOfExperts(whole.config, 0, layers.Routing(factor=0.25)).to(dtype)
-    cut_experts(layer, ep)
+    cut_experts(layer, ep.size)
     layer.to_empty(device="cpu")
     for (name, parameter), (_, of) in zip(layer.named_parameters(), whole.named_parameters(), strict=True):
         parameter.data.copy_(held(name, of, ep).detach())
-    connect(layer, ep)
+    connect(layer, RowExchange(ep))
     return layer
 
 
@@ -296,7 +296,7 @@ def test_a_rank_holds_its_run_of_experts_of_the_width_that_tensor_parallelism_le
         layer = layers.MixtureOfExperts(SHARED, 0, layers.Routing()).bfloat16()
         layer.experts.up.weight = nn.Parameter(torch.empty(8, 2, WIDTH, dtype=torch.bfloat16))
     before = {name: parameter.shape for name, parameter in layer.named_parameters()}
-    cut_experts(layer, Axis("ep", 4, 1))
+    cut_experts(layer, 4)
     for name, parameter in layer.named_parameters():
         assert parameter.is_meta
         assert parameter.dtype == torch.bfloat16

@@ -28,6 +28,9 @@ def adapted(model: ModelConfig, targets: str = "all") -> ModelConfig:
     return replace(model, lora=LoRA(rank=3, targets=targets))
 
 
+FOLDED = replace(SWITCH, moe=replace(SWITCH.moe, capacity=0.0))
+
+
 def run(ranks, model: ModelConfig, line: str, optimizer: Optimizer):
     job = Job(
         model=adapted(model),
@@ -48,6 +51,7 @@ def run(ranks, model: ModelConfig, line: str, optimizer: Optimizer):
         (LLAMA, "cp=2,tp=2"),
         (SWITCH, "dp_shard=2,ep=2,tp=2,sp=true,recompute=full"),
         (SWITCH, "dp_shard=2,ep=2,tp=2,tiles=2,tile=all"),
+        (FOLDED, "dp_shard=2,tp=2,sp=true,ep=4,etp=1,recompute=full"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -85,6 +89,7 @@ FEW = [
     (GPT, "tp=2,sp=true,sp_regather=true,recompute=full"),
     (DEEP, "pp=2,accumulation=4,dp_shard=2,schedule=zb_h1"),
     (SWITCH, "dp_replicate=2,dp_shard=2,ep=2"),
+    (FOLDED, "dp_shard=2,tp=2,sp=true,ep=2,etp=1"),
     (LLAMA, "dp_shard=2,tiles=3,recompute=full"),
 ]
 EVERY = bool(os.environ.get("PHALANX_LORA"))

@@ -46,16 +46,20 @@ def test_axes_that_are_made_of_others(degrees, data, inner, rank):
         return data.draw(st.sampled_from([d for d in range(1, n + 1) if n % d == 0]))
 
     ulysses, ep = divisor_of(degrees["cp"]), divisor_of(degrees["cp"] * degrees["dp_shard"])
-    layout = Layout(**degrees, cp_ulysses=ulysses, cp_inner=inner, ep=ep)
+    etp = data.draw(st.sampled_from([0, 1, degrees["tp"]]))
+    folds = degrees["tp"] if etp == 1 else 1
+    layout = Layout(**degrees, cp_ulysses=ulysses, cp_inner=inner, ep=ep * folds, etp=etp)
     rank %= layout.world
     every, (_, here) = lines(layout), place(layout, rank)
     shard = here["dp_shard"] * layout.cp + here["cp"]
     assert every["shard"].place(rank) == shard
-    assert (every["ep"].place(rank), every["edp"].place(rank)) == (shard % ep, shard // ep)
+    expert = shard % ep * folds + (here["tp"] if folds > 1 else 0)
+    assert (every["ep"].place(rank), every["edp"].place(rank)) == (expert, shard // ep)
     assert (every["ring"].place(rank), every["ulysses"].place(rank)) == cp_coordinates(layout, here["cp"])
     for axis in ("pp", "dp_replicate", "cp", "tp"):
         assert (every[axis].size, every[axis].place(rank)) == (degrees[axis], here[axis])
-    assert every["ep"].size * every["edp"].size == every["shard"].size == layout.shard_ranks
+    assert every["ep"].size * every["edp"].size == layout.shard_ranks * folds
+    assert every["shard"].size == layout.shard_ranks
     assert every["ring"].size * every["ulysses"].size == every["cp"].size
 
 

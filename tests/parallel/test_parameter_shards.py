@@ -368,6 +368,7 @@ def differences(ranks, job: Job) -> tuple[dict[str, float], int, bool]:
         (EXPERTS, "dp_shard=4,ep=2"),
         (EXPERTS, "dp_shard=4,ep=2,zero=1"),
         (EXPERTS, "dp_shard=2,cp=2,ep=2,tp=2,zero=2"),
+        (EXPERTS, "dp_shard=2,tp=2,sp=true,ep=2,etp=1"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

@@ -76,7 +76,7 @@ def counted(ranks, job: Job) -> tuple[Traffic, float, float]:
     steps = job.layout.sync_every if job.layout.independent_replicas > 1 else 1
     share = 1.0
     mesh.ledger.clear()
-    with counted_rows() as rows:
+    with counted_rows(job.layout) as rows:
         if isinstance(stepper.replica.runner, PipeDream):
             steps = 3
             stream(job, stepper, steps)
@@ -205,6 +205,7 @@ EXPERTS = [
     (SWITCH, "cp=2,ep=2"),
     (SWITCH, "cp=2,ep=2,cp_ulysses=2,zero=1,recompute=full"),
     (SWITCH, "dp_shard=2,ep=2,tp=2,sp=true"),
+    (MIXTRAL, "dp_shard=4,ep=4,tp=2,sp=true,etp=1,hpz=2"),
     (DEEPSEEK, "dp_shard=2,ep=2,tp=2,recompute=full"),
     (SWITCH, "dp_replicate=2,dp_shard=2,ep=2,zero=1"),
     # Experts that only replicas share: edp is one rank.
@@ -303,6 +304,7 @@ MUON = [
     (LLAMA, "dp_shard=4,zero=2,bucket_mb=0.01,accumulation=2,accumulate=sharded"),
     (ONE_KEY, "tp=4"),
     (DEEPSEEK, "dp_shard=4,ep=2,zero=1,bucket_mb=0.002"),
+    (MIXTRAL, "dp_shard=2,tp=2,sp=true,ep=2,etp=1,zero=1,bucket_mb=0.002"),
     (GPT, "pp=2,schedule=pipedream,accumulation=2,tp=2"),
     (GPT, "dp_replicate=2,dp_shard=2,sync=diloco,sync_every=2"),
 ]

@@ -207,6 +207,7 @@ def test_an_update_that_does_not_arrive_shows_in_the_next_step(ranks):
         (MIXTURE, "cp=2,pp=2,ep=2,schedule=dualpipe"),
         (replace(JOB, model=PRESETS["pythia-70m"]), "tp=2,sp=true"),
         (Job(model=PRESETS["deepseek-v3"]), "dp_shard=2,ep=2,tp=2,sp=true"),
+        (Job(model=PRESETS["deepseek-v3"]), "dp_shard=2,tp=2,ep=4,etp=1,sp=true"),
     ],
 )
 def test_nothing_is_located_in_a_layout_that_is_equal(ranks, job, line):

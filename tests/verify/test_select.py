@@ -390,6 +390,7 @@ def test_schedules_are_every_one_on_pipelines_of_three_sizes():
         ("cp=4,cp_ulysses=2,cp_inner=ring", 1, "dp_replicate=1"),
         ("dp_shard=64,ep=16,tp=2", 8, "dp_shard=4,ep=4,tp=2"),
         ("dp_shard=9,cp=2,ep=6", 8, "dp_shard=3,cp=2,ep=6"),
+        ("dp_shard=64,tp=4,sp=true,ep=64,etp=1", 8, "dp_shard=2,tp=4,sp=true,ep=8,etp=1"),
         ("dp_shard=6,ep=3", 4, "dp_shard=3,ep=3"),
         ("pp=4,schedule=zb_v,pp_chunks=2,pp_slices=2,pp_cut=1+1", 1, "dp_replicate=1"),
     ],

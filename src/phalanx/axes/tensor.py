@@ -43,7 +43,7 @@ def _divided_by_tp(dividend: str, size: int, tp: int, path: str = "", after: str
 def _heads_and_widths(layout: Layout, model: ModelConfig) -> Iterator[Problem]:
     if model.n_heads % layout.tp:
         yield _divided_by_tp(f"n_heads {model.n_heads}", model.n_heads, layout.tp, "model.n_heads")
-    for width, name in _widths(model):
+    for width, name in _widths(layout, model):
         if width % layout.tp:
             yield _divided_by_tp(f"{name} {width}", width, layout.tp, "model.d_ff" if width == model.d_ff else "")
     kv_heads = model.n_heads if model.mla.kv_rank else model.kv_heads
@@ -61,23 +61,26 @@ def _heads_and_widths(layout: Layout, model: ModelConfig) -> Iterator[Problem]:
 
 def _weights(layout: Layout, model: ModelConfig) -> Iterator[Problem]:
     """Yields the problems of other weights that tp cuts: of kinds that packages add."""
-    for name, size in _cut_sizes(model):
+    for name, size in _cut_sizes(model, layout.folds):
         if size % layout.tp:
             yield _divided_by_tp(f"{name} has {size} rows or columns, and {size}", size, layout.tp)
 
 
 @lru_cache(maxsize=256)
-def _cut_sizes(model: ModelConfig) -> tuple[tuple[str, int], ...]:
+def _cut_sizes(model: ModelConfig, folds: bool) -> tuple[tuple[str, int], ...]:
     """Returns the weights of blocks that tp cuts into equal parts, each with its rows or columns."""
     weights = (weight for kind in dict.fromkeys(block_kinds(model)) for weight in block_weights(model, kind))
-    return tuple((each.name, each.shape[each.dim]) for each in weights if each.dim is not None and each.unit == 1)
+    cut = (each for each in weights if each.dim is not None and each.unit == 1 and not (folds and each.routed))
+    return tuple((each.name, each.shape[each.dim or 0]) for each in cut)
 
 
-def _widths(model: ModelConfig) -> Iterator[tuple[int, str]]:
-    """Yields the hidden widths that tp cuts. The width of shared experts is a multiple of one expert's."""
+def _widths(layout: Layout, model: ModelConfig) -> Iterator[tuple[int, str]]:
+    """Yields the hidden widths that tp cuts: of experts that it leaves whole those of the shared ones, whose width is a
+    multiple of one expert's."""
     for name in _feed_forward_kinds(model):
         kind = FEED_FORWARD[name]
-        yield kind.width(model), kind.width_name
+        shared = model.moe.n_shared if kind.routed and layout.folds else 1
+        yield shared * kind.width(model), kind.width_name
 
 
 def _feed_forward_kinds(model: ModelConfig) -> Iterator[str]:

@@ -127,13 +127,14 @@ Spread = Literal["tokens", "whole"]
 def experts(place: Place) -> Iterator[Operator]:
     """Yields the operators of a mixture of experts."""
     model, moe, width = place.model, place.model.moe, place.width
-    spread: Spread = "tokens" if place.profile.routes_shards else "whole"
+    spread: Spread = "tokens" if place.profile.routes_shards or place.folds else "whole"
     rows = routed_rows(place) / place.tokens
     arrived = rows * (place.profile.imbalance if place.ep > 1 else 1)
     yield _router(place, spread)
     # Each row's choice and each choice's row; with a capacity whether there is one.
     places = INDEX * (rows + moe.top_k) + moe.top_k * (moe.capacity > 0)
     inside = _in_latents(place)
+    inside = inside._replace(tp=1) if place.folds else inside
     size = inside.model.d_model
     if moe.latent:
         yield _latent(place, "latent_down", moe.latent, model.d_model, spread)
@@ -141,30 +142,45 @@ def experts(place: Place) -> Iterator[Operator]:
     work = MemoryBound("dispatch", 2 * row, row + token, cheap=True)
     yield _moving(place, work, rows, SavedTensor("places", places, spread))
     up, activation, down = mlp(
-        inside, "experts", model.expert_ff_size, max(1, routed_rows(place) * place.ep // moe.n_experts), tiled=True
+        inside,
+        "experts",
+        model.expert_ff_size,
+        max(1, routed_rows(place) * place.ep_shard // moe.n_experts),
+        tiled=True,
     )
     inputs = saved_input(place, "feed_forward", "moe.experts.up", "moe.experts.gate")
     size *= arrived * inputs
     read = SavedTensor("experts.up", size, spread, cheap=size if place.ep == 1 else 0)
     yield replace(
-        _in_mixture(up, moe.n_experts), saved=(read,), results=gate_result(place, moe.top_k * model.expert_ff_size)
+        _in_mixture(up, moe.n_experts, folds=place.folds),
+        saved=(read,),
+        results=gate_result(place, moe.top_k * model.expert_ff_size),
     )
     here = max(1, moe.n_experts // place.ep)
     each = (one._replace(forward=here * one.forward, backward=here * one.backward) for one in activation.memory_bound)
     yield replace(activation, memory_bound=tuple(each))
     hidden = hidden_saved(place, "experts", arrived * model.expert_ff_size)
-    yield replace(_in_mixture(down, moe.n_experts), saved=(hidden,), results=down_result(place))
+    down = _in_mixture(down, moe.n_experts, folds=place.folds)
+    yield replace(down, saved=(hidden,), results=down_result(place))
     combined = (
         ()
         if place.profile.weights_inside or moe.scale_inputs
         else (SavedTensor("combine", rows * inside.model.d_model * width, spread),)
     )
     work = MemoryBound("combine", row + token, 3 * row)
-    yield _moving(place, work, rows, *combined).sending(*leave(place, again=needs_sum(model)))
+    onto = () if place.folds else leave(place, again=needs_sum(model))
+    yield _moving(place, work, rows, *combined).sending(*onto)
     if moe.latent:
         yield _latent(place, "latent_up", model.d_model, moe.latent, spread)
     if moe.n_shared:
-        for part in mlp(place, "shared", moe.n_shared * model.expert_ff_size, place.tokens, tiled=True):
+        up, activation, down = mlp(place, "shared", moe.n_shared * model.expert_ff_size, place.tokens, tiled=True)
+        if place.folds:
+            reads = saved_input(place, "feed_forward", "moe.shared.up", "moe.shared.gate")
+            # What is gathered again, the router has saved.
+            saved = SavedTensor("shared.up", 0 if place.regathers else model.d_model * reads, "gathered")
+            up = replace(up, saved=(saved,), messages=tuple(enter(place, regather=bool(reads))))
+            down = down.sending(*leave(place, again=not model.lora.rank or needs_sum(model)))
+        for part in (up, activation, down):
             yield _in_mixture(part)
         if moe.shared_gate:
             yield _shared_gate(place, spread)
@@ -190,7 +206,7 @@ def _shared_gate(place: Place, spread: Spread) -> Operator:
     return Operator(
         "shared gate",
         (weight,),
-        place.tokens,
+        place.tokens // place.routed_share,
         sixteen=True,
         memory_bound=(MemoryBound("shared gate", 2 * numbers, 4 * numbers, 3),),
         saved=(SavedTensor("shared gate", place.model.d_model * place.width, spread),),
@@ -223,6 +239,8 @@ def _router(place: Place, spread: Spread) -> Operator:
         or (moe.n_shared and saved_input(place, "feed_forward", "moe.shared.up", "moe.shared.gate"))
     )
     read = model.d_model * place.width if reads else 0
+    # Tensor ranks that fold gather nothing here.
+    cheap = read * model.norms_inputs if place.folds else place.repeats_input(read, regathered=False)
     gates = moe.top_k * (INDEX + (WIDE if moe.renormalise else 0)) + (2 * WIDE if moe.renormalise else 0)
     gates += moe.top_k * place.width  # as they multiply the experts' outputs
     return Operator(
@@ -232,11 +250,11 @@ def _router(place: Place, spread: Spread) -> Operator:
         sixteen=True,
         memory_bound=(MemoryBound("route", routed, routed, ROUTE_KERNELS),),
         saved=(
-            SavedTensor("router", read, spread, cheap=place.repeats_input(read, regathered=False)),
+            SavedTensor("router", read, spread, cheap=cheap),
             SavedTensor("scores", moe.n_experts * WIDE * (2 if moe.z_loss else 1), spread),
             SavedTensor("gates", gates, spread),
         ),
-        messages=(*enter(place), *_routing_messages(place)),
+        messages=(*(() if place.folds else enter(place)), *_routing_messages(place)),
     )
 
 
@@ -245,7 +263,8 @@ def _routing_messages(place: Place) -> Iterator[Message]:
     moe = place.model.moe
     if moe.aux_loss:
         counts = place.sequences * place.conversations * moe.n_experts
-        yield Message("cp", "all_reduce", counts, "index", forward=1, full=1)
+        axes: tuple[Literal["tp", "cp"], ...] = ("tp", "cp") if place.folds else ("cp",)
+        yield from (Message(axis, "all_reduce", counts, "index", forward=1, full=1) for axis in axes)
     if moe.capacity:
         chosen = place.cp * place.tokens * moe.top_k
         yield Message("cp", "all_gather", chosen, "index", forward=1, full=1)
@@ -268,8 +287,8 @@ def _moving(place: Place, work: MemoryBound, rows: float, *saved: SavedTensor) -
     return Operator(work.name, memory_bound=(work,), saved=saved, messages=(message,))
 
 
-def _in_mixture(operator: Operator, n_experts: int = 0) -> Operator:
+def _in_mixture(operator: Operator, n_experts: int = 0, *, folds: bool = False) -> Operator:
     """Names an MLP's weights as a mixture's, and stacks `n_experts` of each (0: no stack)."""
     stack = (n_experts,) if n_experts else ()
-    weights = (w._replace(name=f"moe.{w.name}", shape=(*stack, *w.shape)) for w in operator.weights)
+    weights = (w._replace(name=f"moe.{w.name}", shape=(*stack, *w.shape)).folded(folds) for w in operator.weights)
     return replace(operator, weights=tuple(weights))

@@ -15,8 +15,9 @@ from phalanx.config.layout import Layout, Recompute
 from phalanx.config.model import ModelConfig
 from phalanx.hashed import Hashed, hashed_once
 
-Cut = Literal["whole", "rows", "columns"]
-"""How tensor parallelism cuts a weight: rows are outputs, columns are inputs (Shoeybi et al. 2019, section 3)."""
+Cut = Literal["whole", "rows", "columns", "experts"]
+"""How tensor parallelism cuts a weight: rows are outputs, columns are inputs (Shoeybi et al. 2019, section 3); experts:
+whole experts of a stack, which tensor ranks hold that are ranks of ep (Liu et al. 2025)."""
 Gradient = Literal["tokens", "partial", "whole"]
 """The part of a replicated weight's gradient that one tensor rank computes. tokens: that of its own tokens, which are
 all of them without sequence parallelism. partial: that of its part of the layer. whole: all of it in every layout."""
@@ -65,9 +66,23 @@ class Weight(NamedTuple):
     @property
     def dim(self) -> int | None:
         """The dimension that tp cuts; None if every tensor rank holds the whole."""
-        if self.cut == "whole":
-            return None
+        if self.cut in ("whole", "experts"):
+            return None if self.cut == "whole" else 0
         return (self.cut == "columns") + self.routed
+
+    @property
+    def cuts_matrices(self) -> bool:
+        """Whether tensor ranks hold parts of matrices."""
+        return self.cut not in ("whole", "experts")
+
+    def folded(self, folds: bool) -> Weight:
+        """Returns the weight as tensor ranks divide it; if it `folds`, they hold whole experts, and each counts the
+        loads of its own tokens alone."""
+        if not folds:
+            return self
+        if self.routed:
+            return self._replace(cut="experts", unit=1)
+        return self._replace(gradient="partial") if self.gradient == "whole" else self
 
     def is_summed(self, sp: bool) -> bool:
         """Returns whether tensor ranks sum their gradients of this weight although each holds the whole of it."""
@@ -80,7 +95,7 @@ class Weight(NamedTuple):
         return -(-whole // tp) if self.padded else max(whole // tp, self.unit)
 
     def shape_on(self, tp: int, ep: int = 1) -> tuple[int, ...]:
-        """Returns the shape of the part that one of tp × ep ranks holds."""
+        """Returns the shape of the part that one of tp × ep ranks holds, of layout.ep_shard."""
         shape = list(self.shape)
         if self.dim is not None and tp > 1:
             shape[self.dim] = self.part(tp)
@@ -89,7 +104,7 @@ class Weight(NamedTuple):
         return tuple(shape)
 
     def size_on(self, tp: int, ep: int = 1) -> int:
-        """Returns the number of elements that one of tp × ep ranks holds."""
+        """Returns the number of elements of that part."""
         return prod(self.shape_on(tp, ep))
 
 
@@ -429,6 +444,10 @@ class Place(NamedTuple):
     """Position in the ring, on which messages depend with a window; None: a position with the most bytes."""
     tiled: frozenset[str] = frozenset()
     """Layers that run in tiles, by the names of `layout.tile`."""
+    ep_nodes: int = 1
+    """Groups of expert ranks between which rows travel after they did so inside them (layout.ep_nodes)."""
+    folds: bool = False
+    """Whether tensor ranks hold whole experts, and each routes its own tokens (layout.folds)."""
     exchange: Literal["both", "enter", "leave"] = "both"
     """Messages between the residual stream and a half of a block: off it and onto it, or in a parallel block off it
     before the first half and onto it after the second. Set by the kind of block."""
@@ -436,6 +455,11 @@ class Place(NamedTuple):
     @property
     def cp(self) -> int:
         return self.ring * self.ulysses
+
+    @property
+    def ep_shard(self) -> int:
+        """Expert ranks along dp_shard × cp."""
+        return max(1, self.ep // (self.tp if self.folds else 1))
 
     @property
     def tokens(self) -> int:
@@ -450,7 +474,7 @@ class Place(NamedTuple):
     @property
     def routed_share(self) -> int:
         """Number of tensor ranks that share the tokens of a router, of which each sends its own to experts."""
-        return self.token_share if self.profile.routes_shards else 1
+        return self.token_share if self.profile.routes_shards or self.folds else 1
 
     @property
     def hidden(self) -> int:
@@ -516,4 +540,6 @@ def place_of(
         documents,
         ring_rank=ring_rank,
         tiled=layout.tiled_layers if layout.tiles > 1 else frozenset(),
+        ep_nodes=layout.ep_nodes,
+        folds=layout.folds,
     )

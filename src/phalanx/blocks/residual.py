@@ -87,11 +87,11 @@ def _adapters(place: Place, operator: Operator, matrices: list[Weight]) -> Itera
     """Yields the product of an operator's input with the adapters' A, which all read the same, and those with B."""
     pairs = [_pair(weight, place.model.lora.rank) for weight in matrices]
     first = pairs[0][0]
-    number = first.shape_on(place.tp, place.ep)[0] if first.routed else 1
+    number = first.shape_on(place.tp, place.ep_shard)[0] if first.routed else 1
     rows = operator.rows * number
     compressed = place.model.lora.rank * len(pairs)
     uneven = place.profile.imbalance if first.routed and place.ep > 1 else 1
-    inputs = first.shape_on(place.tp, place.ep)[-1]
+    inputs = first.shape_on(place.tp, place.ep_shard)[-1]
     yield Operator(
         f"{operator.name} {A}",
         tuple(a for a, _ in pairs),
@@ -107,7 +107,7 @@ def _adapters(place: Place, operator: Operator, matrices: list[Weight]) -> Itera
         ),
     )
     for _, b in pairs:
-        outputs = rows * b.shape_on(place.tp, place.ep)[-2]
+        outputs = rows * b.shape_on(place.tp, place.ep_shard)[-2]
         yield Operator(
             f"{operator.name} {B}",
             (b,),
@@ -127,6 +127,8 @@ def _pair(weight: Weight, rank: int) -> tuple[Weight, Weight]:
         a, b = a._replace(gradient="partial"), b._replace(cut="rows", unit=weight.unit)
     elif weight.cut == "columns":
         a, b = a._replace(cut="columns"), b._replace(gradient="partial")
+    elif weight.cut == "experts":
+        a = b = weight
     return (
         a._replace(name=f"{layer}.{A}.weight", shape=(*stack, rank, inputs), initial="adapter"),
         b._replace(name=f"{layer}.{B}.weight", shape=(*stack, outputs, rank), initial="zeros"),

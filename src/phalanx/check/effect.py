@@ -141,7 +141,8 @@ CONDITIONS: dict[str, Condition] = {
         "is for state that ranks share: layout.dp_shard or layout.cp above 1",
     ),
     "layout.bucket_mb": _BUCKETS,
-    "layout.sp": above("layout.tp", 1, "tensor parallelism: ", auto=True),
+    **{f"layout.{name}": above("layout.tp", 1, "tensor parallelism: ", auto=True) for name in ("sp", "etp")},
+    "layout.ep_node": above("layout.ep", 1, "expert parallelism: ", auto=True),
     "layout.cp_inner": (
         lambda job: 1 < job.layout.cp_ulysses < job.layout.cp or job.layout.auto,
         "is for a ring of Ulysses groups: layout.cp_ulysses above 1 and below layout.cp",

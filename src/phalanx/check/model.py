@@ -71,7 +71,10 @@ AT_MOST: list[tuple[int, str, list[str]]] = [
         "ten times the largest cluster that trained one model",
         [
             *("cluster.nodes", "cluster.domain", "cluster.pod"),
-            *(f"layout.{name}" for name in ("dp_replicate", "dp_shard", "cp", "cp_ulysses", "tp", "ep", "hpz")),
+            *(
+                f"layout.{name}"
+                for name in ("dp_replicate", "dp_shard", "cp", "cp_ulysses", "tp", "ep", "etp", "ep_node", "hpz")
+            ),
         ],
     ),
     (

@@ -369,6 +369,11 @@ def has_prompts(data: Data) -> bool:
     return data.corpus == "prompts"
 
 
+def has_conversations(data: Data) -> bool:
+    """Returns whether a job's samples are conversations, of which routers count each for itself."""
+    return data.corpus in CORPORA and CORPORA[data.corpus].rows is not None
+
+
 Compared = Literal["", "pairs", "completions"]
 
 

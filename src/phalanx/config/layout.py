@@ -16,7 +16,7 @@ TILED = ("mlp", "attention", "experts", "embedding", "head")
 """Layers that may run in tiles: dense MLPs with the shared experts, the projections of attention, routed experts, and
 by rows of the vocabulary an embedding and a head that are not tied."""
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
-"""The mesh's axes, outermost first; `ep` is carved out of dp_shard × cp and multiplies nothing."""
+"""The mesh's axes, outermost first; `ep` is carved out of dp_shard × cp (× tp) and multiplies nothing."""
 
 
 @hashed_once
@@ -42,7 +42,14 @@ class Layout(Hashed):
     pp: Annotated[int, Interval(1)] = 1
     """Pipeline ranks: each holds one or several stages of the layers."""
     ep: Annotated[int, Interval(1)] = 1
-    """Expert-parallel ranks, taken from dp_shard × cp: each holds a part of the routed experts."""
+    """Expert-parallel ranks, taken from dp_shard × cp, with etp=1 from dp_shard × cp × tp: each holds a part of the
+    routed experts."""
+    etp: Annotated[int, Interval(0)] = 0
+    """Tensor-parallel ranks of the routed experts: tp, each with a part of every matrix, or 1, each with whole experts
+    (MoE parallel folding), which takes sp=true. 0: as tp."""
+    ep_node: Annotated[int, Interval(1)] = 1
+    """Neighbouring ranks of ep, those of a node, that exchange tokens first, before the ranks at one place of every
+    node do (hierarchical all-to-all); 1: all of ep at once."""
     zero: Literal[1, 2, 3] = 3
     """State that dp_shard shards: 1 optimizer state, 2 gradients too, 3 parameters too (FSDP)."""
     reshard: bool = True
@@ -147,6 +154,26 @@ class Layout(Hashed):
     def shard_ranks(self) -> int:
         """Number of ranks that share one sharded state: dp_shard × cp, because cp ranks have the same parameters."""
         return self.dp_shard * self.cp
+
+    @property
+    def folds(self) -> bool:
+        """Whether tensor ranks hold whole experts: all of them are ranks of ep."""
+        return 0 < self.etp < self.tp
+
+    @property
+    def ep_shard(self) -> int:
+        """Number of ranks of ep along dp_shard × cp."""
+        return max(1, self.ep // (self.tp if self.folds else 1))
+
+    @property
+    def ep_nodes(self) -> int:
+        """Number of groups of ep_node ranks between which tokens are sent in a second step; 1: there is none."""
+        return self.ep // self.ep_node if 1 < self.ep_node < self.ep else 1
+
+    @property
+    def edp(self) -> int:
+        """Number of ranks that share the state of the same routed experts."""
+        return max(1, self.shard_ranks // self.ep_shard)
 
     @property
     def ring(self) -> int:

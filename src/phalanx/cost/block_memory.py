@@ -37,7 +37,7 @@ def workspace(place: Place, kind: BlockKind, *, splits: bool = False, gathers: b
     released = sum(tensor.size / _shares(place)[tensor.cut] for operator in second for tensor in operator.saved)
     released -= _deferred(place, second) if splits else 0.0
     weights = (weight for operator in second for weight in operator.weights if gathers and not weight.frozen)
-    needed += sum(weight.size_on(place.tp, place.ep) for weight in weights) * place.width
+    needed += sum(weight.size_on(place.tp, place.ep_shard) for weight in weights) * place.width
     return max(0.0, needed - place.tokens / place.slices * released)
 
 
@@ -106,7 +106,7 @@ def deferred(place: Place, kind: BlockKind) -> float:
 
 
 def _deferred(place: Place, operators: Iterable[Operator]) -> float:
-    products = (operator.product(place.tp, place.ep) for operator in operators)
+    products = (operator.product(place.tp, place.ep_shard) for operator in operators)
     numbers = sum(each.m * each.number * (each.n + each.k) for each in products if each and not each.frozen)
     return numbers * place.width / place.tokens
 
@@ -194,7 +194,7 @@ class BlockBytes:
         wide = hidden * tensors
         if kind.block.routed:
             rows = model.moe.top_k * (memory_profile.imbalance if layout.ep > 1 else 1)
-            spread = step.share if memory_profile.routes_shards else 1
+            spread = step.share if memory_profile.routes_shards or layout.folds else 1
             wide = rows * (wide + (model.moe.latent or model.d_model) / spread)
         # What is computed again ends with an output that nothing needs.
         outputs = 2 if kind.recompute == "full" else 1
@@ -204,7 +204,7 @@ class BlockBytes:
         """Bytes of the backward pass besides what is kept: inside the block, and of its residual stream."""
         whole = (weight for each in half_block(place, kind.block, "feed_forward") for weight in each.weights)
         matrix = sum(
-            weight.size_on(place.tp, place.ep)
+            weight.size_on(place.tp, place.ep_shard)
             for weight in whole
             if weight.name == f"{last}.weight" and not weight.frozen
         )

@@ -178,11 +178,11 @@ _GROUPS: dict[str, Callable[[Layout, int, int], RankGroup]] = {
         layout.ring, tp * layout.cp_ulysses if layout.cp_inner == "ulysses" else tp
     ),
     "cp": lambda layout, tp, _: RankGroup(layout.cp, tp),
-    "ep": lambda layout, tp, _: RankGroup(layout.ep, tp),
-    "edp": lambda layout, tp, _: RankGroup(layout.shard_ranks // layout.ep or 1, tp * layout.ep),
+    "ep": lambda layout, tp, _: RankGroup(layout.ep, 1 if layout.folds else tp),
+    "edp": lambda layout, tp, _: RankGroup(layout.edp, tp * layout.ep_shard),
     "shard": lambda layout, tp, _: RankGroup(layout.shard_ranks, tp),
     "hpz": lambda layout, tp, _: RankGroup(near_ranks(layout), tp),
-    "edp_hpz": lambda layout, tp, _: RankGroup(near_ranks(layout, experts=True), tp * layout.ep),
+    "edp_hpz": lambda layout, tp, _: RankGroup(near_ranks(layout, experts=True), tp * layout.ep_shard),
     "hpz_across": lambda layout, tp, _: RankGroup(layout.shard_ranks // near_ranks(layout), tp * near_ranks(layout)),
     "edp_hpz_across": lambda layout, tp, _: RankGroup(
         layout.shard_ranks // near_ranks(layout), tp * near_ranks(layout)
@@ -269,15 +269,20 @@ def message_seconds(spec: StepSpec, place: Place, message: Message) -> float:
         return 0.0
     elif framework.ep_once and message.axis == "ep" and not message.copies:
         # Such a dispatch sends the numbers of its rows in its own kernel (DeepEP's notify_dispatch), or a map.
-        ranks = RankGroup(place.ep * place.routed_share)
+        ranks = RankGroup(place.ep_shard * place.routed_share)
         read = ranks.ranks * place.tokens / place.routed_share * place.model.moe.n_experts * framework.ep_maps
         return seconds(cluster, "all_gather", read, ranks) + stream_seconds(cluster.accelerator, read) if read else 0.0
     elif message.copies:
         # Expert ranks that fold have tensor ranks among them, of which each sends its own tokens.
-        ranks = RankGroup(place.ep * place.routed_share) if framework.ep_folds else group(layout, "ep")
+        ranks = RankGroup(place.ep_shard * place.routed_share) if framework.ep_folds else group(layout, "ep")
         sent = place.tokens / place.routed_share
         row = place.bytes_of(message) / (sent * message.copies)
-        return dispatch_seconds(cluster, sent, row, message.copies, ranks, once=framework.ep_once)
+        several = [ranks]
+        if place.ep_nodes > 1:  # inside groups first, then between them
+            near = ranks.ranks // place.ep_nodes
+            several = [RankGroup(near, ranks.stride), RankGroup(place.ep_nodes, ranks.stride * near)]
+        once = framework.ep_once
+        return sum(dispatch_seconds(cluster, sent, row, message.copies, each, once=once) for each in several)
     elif message.collective == "send":
         ranks = RankGroup(2, group(layout, message.axis).stride)
     else:

@@ -54,7 +54,7 @@ def repeated_seconds(spec: StepSpec, kind: BlockKind) -> tuple[float, float]:
     if not again:
         return 0.0, 0.0
     slowdown = framework.block_slowdown(kind)
-    device, tp, ep = spec.cluster.accelerator, layout.tp, layout.ep
+    device, tp, ep = spec.cluster.accelerator, layout.tp, layout.ep_shard
     seconds = operator_seconds(device, again, framework, spec.products, tp, ep, slowdown=slowdown)
     return seconds.forward, messages_seconds(spec, here, again)[0].get("ep", NO_MESSAGES).forward
 

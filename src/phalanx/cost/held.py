@@ -85,15 +85,17 @@ class GatheredParameters(NamedTuple):
 
 def block_parameters(model: ModelConfig, layout: Layout, kind: BlockKind) -> BlockParameters:
     """Returns the parameters of a block of one kind on one rank of the layout's tp × ep."""
-    return _block_parameters(model, layout.tp, layout.ep, layout.tiles, layout.tile, kind)
+    return _block_parameters(model, layout.tp, layout.ep_shard, layout.tiles, layout.tile, kind, layout.folds)
 
 
 @lru_cache(maxsize=4096)
-def _block_parameters(model: ModelConfig, tp: int, ep: int, tiles: int, tile: str, kind: BlockKind) -> BlockParameters:
+def _block_parameters(
+    model: ModelConfig, tp: int, ep: int, tiles: int, tile: str, kind: BlockKind, folds: bool
+) -> BlockParameters:
     layout = Layout(tiles=tiles, tile=tile)
     dense = routed = matrices = largest = trained_dense = trained_routed = 0
     tiled = Counter[str]()
-    for weight in block_weights(model, kind):
+    for weight in (each.folded(folds) for each in block_weights(model, kind)):
         size = weight.size_on(tp, ep)
         if is_tiled(weight, layout):
             tiled[weight.name.rpartition(".")[0]] += size

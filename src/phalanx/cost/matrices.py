@@ -91,25 +91,28 @@ def matrix_work(spec: StepSpec, kinds: Kinds, ends: tuple[bool, bool]) -> tuple[
         return ()
     layout = spec.layout
     if layout.zero == 3 or layout.shard_ranks == 1:
-        return _balanced(spec.model, layout.tp, layout.ep, layout.shard_ranks, kinds)
+        return _balanced(spec.model, layout.tp, layout.ep_shard, layout.shard_ranks, kinds, layout.folds)
     least = bucket_bytes(layout) / spec.width
     if layout.ep == 1:
         return _in_buckets(spec.model, layout.tp, 1, layout.shard_ranks, kinds, ends, least)
     dense = _in_buckets(spec.model, layout.tp, 1, layout.shard_ranks, kinds, ends, least, "dense")
-    ranks = layout.shard_ranks // layout.ep
-    return dense + _in_buckets(spec.model, layout.tp, layout.ep, ranks, kinds, (False, False), least, "experts")
+    ranks, no_ends, folds = layout.ep_shard, (False, False), layout.folds
+    experts = _in_buckets(spec.model, layout.tp, ranks, layout.edp, kinds, no_ends, least, "experts", folds=folds)
+    return dense + experts
 
 
 @lru_cache(10_000)
-def _balanced(model: ModelConfig, tp: int, ep: int, shard_ranks: int, kinds: Kinds) -> tuple[MatrixWork, ...]:
+def _balanced(
+    model: ModelConfig, tp: int, ep: int, shard_ranks: int, kinds: Kinds, folds: bool
+) -> tuple[MatrixWork, ...]:
     """Returns the matrices if each rank may have any of them."""
     numbers: dict[tuple[bool, int], Counter[Shape]] = {}
     elements = Counter[tuple[bool, int]]()
     for kind, blocks in kinds:
-        for weight in _weights(model, kind):
+        for weight in _weights(model, kind, folds):
             if not is_hidden_matrix(weight.name, weight.shape):
                 continue
-            key = weight.routed and ep > 1, _slices(weight, tp)
+            key = weight.routed and (folds or ep > 1), _slices(weight, tp)
             held = weight.shape_on(tp, ep)
             elements[key] += blocks * prod(held)
             numbers.setdefault(key, Counter())[_shape(weight)] += blocks * (held[0] if weight.routed else 1)
@@ -151,12 +154,16 @@ def _in_buckets(
     ends: tuple[bool, bool],
     least: float,
     which: Literal["all", "dense", "experts"] = "all",
+    *,
+    folds: bool = False,
 ) -> tuple[MatrixWork, ...]:
     """Returns the matrices of flat buckets of at least `least` elements, of `which` weights."""
     weights = [*(embedding_weights(model, model.vocab_size) if ends[0] else ())]
     for kind, blocks in kinds:
         weights += [
-            weight for weight in _weights(model, kind) if which in ("all", "experts" if weight.routed else "dense")
+            weight
+            for weight in _weights(model, kind, folds)
+            if which in ("all", "experts" if weight.routed else "dense")
         ] * blocks
     weights += head_weights(model, model.vocab_size) if ends[1] else ()
     weights.reverse()
@@ -196,9 +203,9 @@ def _of_owners(matrices: Sequence[SharedMatrix], ranks: int, tp: int) -> tuple[O
     return tuple(dict.fromkeys(tuple(counts.items()) for counts in of_owner.values()))
 
 
-def _weights(model: ModelConfig, kind: BlockKind) -> list[Weight]:
+def _weights(model: ModelConfig, kind: BlockKind, folds: bool) -> list[Weight]:
     """Returns the weights of a block, with names as in a model."""
-    return [weight._replace(name=f"blocks.0.{weight.name}") for weight in block_weights(model, kind)]
+    return [weight._replace(name=f"blocks.0.{weight.name}").folded(folds) for weight in block_weights(model, kind)]
 
 
 def _shape(weight: Weight) -> Shape:
@@ -208,7 +215,7 @@ def _shape(weight: Weight) -> Shape:
 
 def _slices(weight: Weight, tp: int) -> int:
     """Returns how many tensor ranks have slices of a matrix; 1 if each has the whole."""
-    return tp if weight.dim is not None else 1
+    return tp if weight.cuts_matrices else 1
 
 
 def matrix_seconds(spec: StepSpec, content: Content) -> float:

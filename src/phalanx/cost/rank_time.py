@@ -180,9 +180,9 @@ def half_times(spec: StepSpec, kind: BlockKind, half: Half, modes: Sequence[Mode
     slowdown = framework.block_slowdown(kind)
     if half == "attention" and kind.attention == "mamba":
         slowdown *= framework.recurrent_slowdown
-    seconds = operator_seconds(device, work, framework, spec.products, layout.tp, layout.ep, slowdown=slowdown)
+    seconds = operator_seconds(device, work, framework, spec.products, layout.tp, layout.ep_shard, slowdown=slowdown)
     if framework.wide_blocks:
-        wide = operator_seconds(device, work, framework, "bf16", layout.tp, layout.ep, slowdown=slowdown)
+        wide = operator_seconds(device, work, framework, "bf16", layout.tp, layout.ep_shard, slowdown=slowdown)
         seconds = seconds.mixed(wide, framework.wide_blocks)
     handling = {axis: handling_seconds(device, ops) for axis, ops in _host_operations(spec, kind, work).items()}
     starts = framework.kernel_us * 1e-6 * collectives(here, work)
@@ -201,7 +201,9 @@ def half_times(spec: StepSpec, kind: BlockKind, half: Half, modes: Sequence[Mode
 def _with_repeated(seconds: Seconds, repeated: Sequence[Operator], spec: StepSpec, slowdown: float) -> Seconds:
     """Returns the seconds of half a block of which also the operators `repeated` are cheap enough to run again."""
     layout, device = spec.layout, spec.cluster.accelerator
-    again = operator_seconds(device, repeated, spec.framework, spec.products, layout.tp, layout.ep, slowdown=slowdown)
+    again = operator_seconds(
+        device, repeated, spec.framework, spec.products, layout.tp, layout.ep_shard, slowdown=slowdown
+    )
     return replace(seconds, cheap=seconds.cheap + again.forward, host_cheap=seconds.host_cheap + again.host_forward)
 
 
@@ -272,8 +274,9 @@ def _host_operations(spec: StepSpec, kind: BlockKind, work: Iterable[Operator]) 
     attention = steps > 0
     # Both halves of a parallel block share one exchange.
     exchanges = 1 if spec.model.parallel_block else 2
+    sends = attention or not (layout.folds and kind.routed) or spec.model.moe.n_shared > 0
     return {
-        "tp": (layout.tp > 1) * HOST_OPS["sp" if layout.sp else "tp"] * exchanges / 4,
+        "tp": (layout.tp > 1 and sends) * HOST_OPS["sp" if layout.sp else "tp"] * exchanges / 4,
         "cp": attention * ((steps - 1) * HOST_OPS["ring"] + (layout.cp_ulysses > 1) * HOST_OPS["ulysses"]),
         "ep": (not attention and kind.routed and layout.ep > 1) * HOST_OPS["ep"],
     }

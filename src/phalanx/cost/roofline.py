@@ -104,7 +104,7 @@ def points(spec: StepSpec) -> tuple[OperatorPoint, ...]:
     for operator in operators:
         alone = replace(operator, memory_bound=(), saved=(), messages=())
         waits = _waits(spec, here, operator)
-        if product := operator.product(spec.layout.tp, spec.layout.ep):
+        if product := operator.product(spec.layout.tp, spec.layout.ep_shard):
             narrow = number_format(product, spec.products, spec.framework)
             products.append(_point(spec, operator.name, alone, product.flops, narrow, waits))
         elif operator.core and len(windows) > 1:
@@ -143,7 +143,9 @@ def _point(
     device = spec.cluster.accelerator
 
     def seconds(on: Accelerator) -> float:
-        return operator_seconds(on, [operator], spec.framework, spec.products, spec.layout.tp, spec.layout.ep).forward
+        return operator_seconds(
+            on, [operator], spec.framework, spec.products, spec.layout.tp, spec.layout.ep_shard
+        ).forward
 
     free = {"ceiling": inf, "fp8_ceiling": inf}
     bandwidth = device.bandwidth_gbs * 1e9 * STREAM_EFFICIENCY

@@ -108,7 +108,9 @@ def row_traffic(place: Place, kind: BlockKind, recompute: Recompute) -> Table:
 def balanced_rows(place: Place) -> float:
     """Returns the rows that a rank sends to other ranks, to experts and back, in a block with experts: with a capacity
     every slot, without one the same number to every rank."""
-    return 2 * routed_rows(place) * (place.ep - 1) / place.ep
+    nodes, near = place.ep_nodes, place.ep // place.ep_nodes
+    hops = (near - 1) / near + (nodes - 1) / nodes
+    return 2 * routed_rows(place) / (place.tp if place.folds else 1) * hops
 
 
 def _traffic(place: Place, operators: Iterable[Operator], recompute: Recompute) -> Table:
@@ -230,7 +232,7 @@ class Spread:
     def over(self, parameter: HeldParameter) -> tuple[str, int, int]:
         """Returns the axis that shards a parameter's state, its number of ranks, and this rank's index among them."""
         if parameter.expert and self.layout.ep > 1:
-            return "edp", self.layout.shard_ranks // self.layout.ep, self.shard_rank // self.layout.ep
+            return "edp", self.layout.edp, self.shard_rank // self.layout.ep_shard
         return *self.shard, self.shard_rank
 
     def near(self, axis: str) -> int:

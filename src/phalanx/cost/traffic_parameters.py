@@ -189,6 +189,7 @@ def held_parameters(
         tp=layout.tp,
         sp=layout.sp,
         ep=layout.ep,
+        etp=layout.etp,
         tiles=layout.tiles,
         tile=layout.tile,
         recompute=layout.recompute,
@@ -249,9 +250,9 @@ def _parts(
     """Yields one module's parameters, or those of its tiles, one after the other."""
     for name, number, mine in first_rank_tiles(named, layout, model):
         dealt_out = is_expert(name) and layout.ep > 1
-        shape = (mine.shape[0] // layout.ep, *mine.shape[1:]) if dealt_out else mine.shape
-        group, weight = _group(name, layout, number, model), weight_of(model, name)
-        cut, summed = weight.dim is not None and layout.tp > 1, weight.is_summed(layout.sp)
+        shape = (mine.shape[0] // layout.ep_shard, *mine.shape[1:]) if dealt_out else mine.shape
+        group, weight = _group(name, layout, number, model), weight_of(model, name).folded(layout.folds)
+        cut, summed = weight.cuts_matrices and layout.tp > 1, weight.is_summed(layout.sp)
         yield HeldParameter(name, shape, users, holders, mine.copies, cut, summed, group, weight.frozen)
 
 

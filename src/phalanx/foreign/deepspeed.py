@@ -148,7 +148,7 @@ FORMAT = ForeignFormat(
     covers=frozenset(("zero", "dp_shard", "dp_replicate", "offload", "hpz", "micro_batch", "accumulation")),
     new_line=json_line,
     spelled=json.dumps,
-    fixed={"pp": 1},
+    fixed={"pp": 1, "etp": 0},
     keeps=(*KEPT, "recompute", "recompute_cut", "tp", "cp", "ep", "accumulate"),
     marks="JSON with zero_optimization or train_micro_batch_size_per_gpu",
 )

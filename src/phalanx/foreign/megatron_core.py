@@ -356,6 +356,10 @@ def _ranks(fields: Fields, tp: int) -> None:
     if not experts:
         return
     if etp == 1 and tp > 1 and ep % tp == 0:
+        if fields.on("sequence_parallel") and "model.moe.capacity" not in fields.settings:
+            fields.set("layout.ep", ep, "expert_model_parallel_size")
+            fields.set("layout.etp", 1, ETP)
+            return
         how = f"expert ranks among them the {tp} tensor ranks: {ep} / {tp}"
         fields.set("layout.ep", ep // tp, ("expert_model_parallel_size", ETP), how)
         return
@@ -528,7 +532,8 @@ def written(theirs: ForeignJob, layout: Layout) -> Mapping[str, Any]:
     else:
         virtual = {by_layers: None, name: chunks or None}
     mode = layout.recompute if layout.recompute in ("selective", "full") else None
-    folds = layout.tp if str(theirs.value(ETP, "")) == "1" else 1
+    whole = str(theirs.value(ETP, "")) == "1"
+    ep = layout.ep * (layout.tp if whole and not layout.folds else 1)
     found = {
         "sequence_parallel": layout.sp or None,
         "recompute_granularity": mode,
@@ -543,12 +548,13 @@ def written(theirs: ForeignJob, layout: Layout) -> Mapping[str, Any]:
     if any(theirs.value(name) for name in ("use_torch_fsdp2", "use_megatron_fsdp", "use_custom_fsdp", "fsdp")):
         del found["use_distributed_optimizer"]
     experts = theirs.value("num_experts") or theirs.value("num_moe_experts")
-    return found | ({"expert_model_parallel_size": layout.ep * folds} if experts else {})
+    degrees = {"expert_model_parallel_size": ep} | ({ETP: 1} if layout.folds else {})
+    return found | (degrees if experts else {})
 
 
 COVERS = frozenset(
     (
-        *("sp", "sp_regather", "recompute", "dp_shard", "dp_replicate", "zero", "ep", "schedule", "pp_chunks"),
+        *("sp", "sp_regather", "recompute", "dp_shard", "dp_replicate", "zero", "ep", "etp", "schedule", "pp_chunks"),
         *("cp_ulysses", "accumulation"),
     )
 )

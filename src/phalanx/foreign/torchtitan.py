@@ -178,9 +178,15 @@ def _degrees(fields: Fields) -> None:
     experts, inner = fields.take(ep, int, 1), fields.take(etp, int, 1)
     if experts > 1:
         # Without expert tensor parallelism its expert ranks are those of dp, cp and tp together.
-        within = experts if inner > 1 or tp == 1 or experts % tp else experts // tp
-        how = "" if within == experts else f"its {tp} tensor-parallel ranks hold different experts, here parts of one"
-        fields.set("layout.ep", within, [ep, etp], how)
+        folds = inner == 1 < tp and experts % tp == 0
+        how = (
+            f"its {tp} tensor-parallel ranks hold different experts, here parts of one"
+            if folds and not sequence
+            else ""
+        )
+        fields.set("layout.ep", experts // tp if how else experts, [ep, etp], how)
+        if folds and sequence:
+            fields.set("layout.etp", 1, [etp])
     backend = fields.word(f"{_P}expert_parallel_comm_backend").lower()
     fields.recipe |= {"dispatcher": backend} if backend in ("deepep", "hybridep") else {}
     policy = f"{_P}fsdp_reshard_after_forward"
@@ -348,7 +354,7 @@ def written(theirs: ForeignJob, layout: Layout) -> dict[str, Any]:
     accumulates = layout.pp == 1 and several > 1
     found: dict[str, Any] = {f"{_P}tensor_parallel_degree": layout.tp, f"{_P}expert_parallel_degree": layout.ep}
     if not saved and layout.ep > 1 and layout.tp > 1:
-        found[f"{_P}expert_tensor_parallel_degree"] = layout.tp
+        found[f"{_P}expert_tensor_parallel_degree"] = 1 if layout.folds else layout.tp
     if layout.tp > 1 and not layout.sp:
         found["?sp=false"] = "torchtitan shards activations by tokens wherever it shards matrices"
     found[f"{_P}fsdp_reshard_after_forward"] = "always" if layout.reshard else "never"

@@ -255,11 +255,20 @@ _STATISTICS_LOCK = threading.Lock()
 
 class Sequences:
     """Access to whole sequences for routers: here all of them are on this rank. A layout whose ranks hold parts of them
-    has its own (parallel/context.py). Nothing here has a gradient."""
+    has its own (parallel/context.py, parallel/expert.py). Nothing here has a gradient but `sums`."""
 
     def sum(self, x: Tensor) -> Tensor:
         """Returns `x` summed over the ranks that hold parts of the same sequences."""
         return x
+
+    def counts(self, chosen: Tensor, n: int) -> Tensor:
+        """Returns how often each of `n` experts is chosen by the local tokens of each sequence, (sequences, n)."""
+        return _counts(chosen.flatten(1), n)
+
+    def sums(self, x: Tensor) -> Tensor:
+        """Returns `x` (batch, seq, n), which may have a gradient, summed over the local tokens of each sequence,
+        (sequences, n)."""
+        return x.sum(1)
 
     def whole(self, x: Tensor) -> Tensor:
         """Returns (batch, whole sequence, ...) in order of position, from the local part, (batch, seq, ...)."""
@@ -366,9 +375,11 @@ def compute_here(moe: MixtureOfExperts, rows: Tensor, ends: Ends, tokens: Tensor
 class MixtureOfExperts(nn.Module):
     """The mixture-of-experts layer of block `layer`: router, routed experts and, if any, the shared experts, as one MLP
     of their common width (DeepSeek-V3, section 2.1.2). A layout may replace `dispatch`, which brings rows to their
-    experts, and `run_cheap`, which calls what is cheap to repeat."""
+    experts, `order`, which numbers experts in the order of their rows, and `run_cheap`, which calls what is cheap to
+    repeat."""
 
     dispatch: Dispatch = staticmethod(compute_here)
+    order: Callable[[Tensor], Tensor] = staticmethod(lambda chosen: chosen)
     run_cheap: RunCheap = staticmethod(run)
 
     def __init__(self, model: ModelConfig, layer: int, routing: Routing):
@@ -435,7 +446,7 @@ class MixtureOfExperts(nn.Module):
         """Returns the gates; their backward pass adds the penalties' gradients and records penalties and loads."""
         moe, (chosen, gates) = self.config.moe, routes
         if conversations is None:
-            counts = _counts(chosen.flatten(1), moe.n_experts)
+            counts = self.routing.sequences.counts(chosen, moe.n_experts)
         else:
             counts = conversations.counts(chosen, moe.n_experts)
         penalties: dict[str, Tensor] = {}
@@ -445,7 +456,7 @@ class MixtureOfExperts(nn.Module):
             # whole sequence or conversation.
             excess = moe.n_experts * of_each / of_each.sum(1, keepdim=True).clamp_min(1)
             shares = _normalised(scores) if moe.router == "sigmoid" else scores
-            summed = shares.sum(1) if conversations is None else conversations.sums(shares)
+            summed = self.routing.sequences.sums(shares) if conversations is None else conversations.sums(shares)
             penalties["aux_loss"] = moe.aux_loss * (excess * summed).sum()
         if moe.z_loss:
             squares = logits.logsumexp(-1).square()
@@ -467,7 +478,7 @@ class MixtureOfExperts(nn.Module):
         capacity."""
         if self.config.moe.capacity:
             return self._within_capacity(chosen, conversations)
-        n, kept = self.config.moe.n_experts, None
+        n, kept, chosen = self.config.moe.n_experts, None, self.order(chosen)
         if conversations is not None:
             kept = conversations.real.unsqueeze(-1).expand_as(chosen)
             chosen = chosen.where(kept, n)  # behind the rows of all experts

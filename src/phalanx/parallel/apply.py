@@ -172,12 +172,12 @@ def apply_pipeline(parts: Construction) -> None:
 def apply_tensor_parallel(parts: Construction) -> None:
     """Cuts matrices over the tp axis, and with `sp` also the tokens between them."""
     model, mesh, layout, tp = parts.model, parts.mesh, parts.job.layout, parts.mesh.axis("tp")
-    slices = parts.tensor_slices = tensor.cut_parameters(model, tp)
+    slices = parts.tensor_slices = tensor.cut_parameters(model, tp, folds=layout.folds)
     if tp.size == 1:
         return
     n_layers = parts.job.model.n_layers
     recomputes: dict[str, Mode] = {layer: recompute_of(layout, int(layer), n_layers) for layer in model.blocks}
-    parallel = tensor.TensorParallel(tp, layout.sp, layout.sp_regather, parts.deferred)
+    parallel = tensor.TensorParallel(tp, layout.sp, layout.sp_regather, parts.deferred, layout.folds)
     parts.deferring |= tensor.connect(model, parallel, recomputes)
     line = [f"tensor parallel: {tp.size} ranks"]
     if padding := padded_vocabulary(parts.vocab, tp.size) - parts.vocab:
@@ -187,7 +187,8 @@ def apply_tensor_parallel(parts: Construction) -> None:
         shared = frozenset(name for name, own in cut.items() if own.copies > 1)
         parts.partials.append(PartialGradients(mesh.neighbours("tp", copies), shared))
         line.append(f"each key/value head on {copies} ranks")
-    summed = frozenset(name for name in slices if weight_of(parts.model.config, name).is_summed(layout.sp))
+    config, folds = parts.model.config, layout.folds
+    summed = frozenset(name for name in slices if weight_of(config, name).folded(folds).is_summed(layout.sp))
     parts.partials.append(PartialGradients(tp, summed))
     if layout.sp:
         line.append(f"sequence parallel with {parts.job.model.seq_len // tp.size} tokens of each sequence per rank")
@@ -209,12 +210,19 @@ def apply_context_parallel(parts: Construction) -> None:
 
 def apply_expert_parallel(parts: Construction) -> None:
     """Gives each ep rank some of the routed experts."""
-    if parts.job.layout.ep == 1:
+    layout = parts.job.layout
+    if layout.ep == 1:
         return
     ep, experts = parts.mesh.axis("ep"), parts.job.model.moe.n_experts
-    expert.cut_experts(parts.model, ep)
-    expert.connect(parts.model, ep)
-    parts.log("expert parallel: %d of %d experts per rank", experts // ep.size, experts)
+    expert.cut_experts(parts.model, layout.ep_shard)
+    expert.connect(parts.model, expert.RowExchange(ep, parts.mesh.axis("ep_near"), parts.mesh.axis("ep_far")), layout)
+    whole = ""
+    if layout.folds:
+        routing = parts.model.routing
+        routing.sequences = expert.FoldedSequences(routing.sequences, parts.mesh.axis("tp"))
+        whole = f", whole ones on each of {layout.tp} tensor ranks"
+    whole += f", tokens inside {layout.ep_node} ranks first, then between {layout.ep_nodes}" * (layout.ep_nodes > 1)
+    parts.log("expert parallel: %d of %d experts per rank%s", experts // ep.size, experts, whole)
 
 
 def sum_between_stages(parts: Construction) -> None:
@@ -349,7 +357,9 @@ def apply_data_parallel(parts: Construction, objective: Objective) -> Replica:
         dtype=torch.float32 if job.train.gradients == "fp32" else None,
         every_micro_batch=layout.accumulate == "sharded",
         granularity=granularity_of(job.optimizer),
-        experts=(mesh.axis("ep"), mesh.axis("edp")) if layout.ep > 1 else None,
+        experts=(mesh.axis("ep").rank // (layout.tp if layout.folds else 1), mesh.axis("edp"))
+        if layout.ep > 1
+        else None,
     )
     shards, replicas = sums.shard.size, sums.replicate.size
     if gathers_parameters(layout):

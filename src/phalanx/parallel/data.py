@@ -89,9 +89,9 @@ class GradientSum:
     """Reduce sharded gradients after every micro-batch instead of once per step: less memory, more traffic."""
     granularity: Granularity = "element"
     """Where shards of flat buckets may end: the optimizer's."""
-    experts: tuple[Axis, Axis] | None = None
-    """With expert parallelism, ep, whose ranks hold different experts, and edp, which replaces `shard` for the experts'
-    state."""
+    experts: tuple[int, Axis] | None = None
+    """With expert parallelism, this rank's place among those of `shard` that hold different experts, and edp, which
+    replaces `shard` for the experts' state."""
 
 
 class Runner(Protocol):

@@ -2,8 +2,8 @@
 
 Some axes are composed of others, as in torchtitan's mesh. State is sharded over dp_shard × cp (the `shard` axis), since
 context-parallel ranks hold the same parameters. Experts are cut over `ep` neighbours of that axis and sharded over the
-rest of it (`edp`). Neighbours on both keep a second copy of the parameters (`hpz`, `edp_hpz`). Context-parallel ranks
-are a grid, ring × ulysses.
+rest of it (`edp`); with etp=1 over `ep` neighbours of shard × tp, all tensor ranks among them. Neighbours on both keep
+a second copy of the parameters (`hpz`, `edp_hpz`). Context-parallel ranks are a grid, ring × ulysses.
 """
 
 from __future__ import annotations
@@ -51,7 +51,8 @@ class Mesh:
     devices: DeviceMesh | None
     """torch's mesh over pp, dp_replicate, shard and tp, those with more than one rank; None for a single process."""
     expert_devices: DeviceMesh | None = None
-    """torch's mesh over pp, dp_replicate, edp, ep and tp; None without expert parallelism."""
+    """torch's mesh over pp, dp_replicate, edp, ep and, unless ep has tensor ranks, tp; None without expert
+    parallelism."""
     lines: dict[str, AxisGeometry] = field(default_factory=dict)
     """The axes that ranks communicate along, by name."""
     ledger: Ledger = field(default_factory=Ledger)
@@ -90,7 +91,7 @@ class Mesh:
 
     def axis(self, name: str) -> Axis:
         """Returns the collectives among the ranks that differ from this one only along axis `name`: one of pp,
-        dp_replicate, shard (dp_shard × cp), tp, cp, ring, ulysses, ep, edp, hpz and edp_hpz,
+        dp_replicate, shard (dp_shard × cp), tp, cp, ring, ulysses, ep, ep_near, ep_far, edp, hpz and edp_hpz,
         hpz_across and edp_hpz_across; `world` is all ranks."""
         return self._axes[name]
 
@@ -146,6 +147,7 @@ class Mesh:
         """Creates the collectives of one axis. The ledger records its traffic under the names of layouts: cp for both
         its parts, and dp_shard where the shards are those of dp_shard alone."""
         shown = {"shard": "dp_shard" if self.sizes["cp"] == 1 else "dp_shard_cp", "ring": "cp", "ulysses": "cp"}
+        shown |= {"ep_near": "ep", "ep_far": "ep"}
         line = self.lines[name]
         if self.devices is None or line.size == 1:
             return Axis(shown.get(name, name))
@@ -208,10 +210,12 @@ def lines(layout: Layout) -> dict[str, AxisGeometry]:
         "cp": AxisGeometry(cp, tp),
         "ring": AxisGeometry(ring, tp * (ulysses if ulysses_first else 1)),
         "ulysses": AxisGeometry(ulysses, tp * (1 if ulysses_first else ring)),
-        "ep": AxisGeometry(layout.ep, tp),
-        "edp": AxisGeometry(shard // layout.ep, tp * layout.ep),
+        "ep": AxisGeometry(layout.ep, 1 if layout.folds else tp),
+        "ep_near": AxisGeometry(layout.ep_node if layout.ep_nodes > 1 else 1, 1 if layout.folds else tp),
+        "ep_far": AxisGeometry(layout.ep_nodes, (1 if layout.folds else tp) * layout.ep_node),
+        "edp": AxisGeometry(layout.edp, tp * layout.ep_shard),
         "hpz": AxisGeometry(near_ranks(layout), tp),
-        "edp_hpz": AxisGeometry(near_ranks(layout, experts=layout.ep > 1), tp * layout.ep),
+        "edp_hpz": AxisGeometry(near_ranks(layout, experts=layout.ep > 1), tp * layout.ep_shard),
         # The ranks at one place of every node: of the experts' ranks these are the same.
         "hpz_across": AxisGeometry(shard // hpz if crosses else 1, tp * hpz),
         "edp_hpz_across": AxisGeometry(shard // hpz if crosses and layout.ep > 1 else 1, tp * hpz),
@@ -239,7 +243,7 @@ def build(layout: Layout, device_type: str) -> Mesh:
     experts = None
     if layout.ep > 1:
         # FSDP2 requires even an axis of one rank by name.
-        names = ("pp", *layout.axes.sizes, "dp_replicate", "edp", "ep", "tp")
+        names = ("pp", *layout.axes.sizes, "dp_replicate", "edp", "ep", *([] if layout.folds else ["tp"]))
         experts = _devices(device_type, {name: every[name].size for name in names})
     return Mesh(sizes, coordinates, devices, experts, every)
 

@@ -276,7 +276,7 @@ class MatrixUpdates:
             if not is_hidden_matrix(shard.whole_name, part.whole):
                 continue
             axis = shard.sharing.axis if shard.sharing else _ALONE
-            between = tp if part.dim is not None and tp.size > 1 else alone
+            between = tp if part.cuts_matrices and tp.size > 1 else alone
             copies = part.copies if between is tp else 1
             of_name = found.setdefault((axis, between, copies), {})
             for number, source in enumerate(_sources(shard)):
@@ -317,8 +317,9 @@ def _sources(shard: ParameterShard) -> Iterator[_Source]:
 
 def _of_one(stacked: TensorSlice) -> TensorSlice:
     """Returns the slice of one matrix of a stack, of which ranks hold equal parts."""
-    dim = None if stacked.dim is None else stacked.dim - 1
-    return TensorSlice(stacked.whole[1:], dim, stacked.start, stacked.size, stacked.copies, stacked.first)
+    if not stacked.cuts_matrices or stacked.dim is None:
+        return TensorSlice(stacked.whole[1:])
+    return TensorSlice(stacked.whole[1:], stacked.dim - 1, stacked.start, stacked.size, stacked.copies, stacked.first)
 
 
 def _run_round(group: _Group, owners: Round, updates: Mapping[str, Tensor], compute: Compute) -> None:

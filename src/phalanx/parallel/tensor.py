@@ -12,18 +12,18 @@ copy-free all-gather for any batch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from phalanx.blocks.kinds import Connection
+from phalanx.blocks.kinds import FEED_FORWARD, Connection
 from phalanx.blocks.residual import A
 from phalanx.comm.axis import Axis
 from phalanx.model.layers import MLP, Linear, Multiply, uncompiled
-from phalanx.model.moe import GroupedLinear
+from phalanx.model.moe import GroupedLinear, MixtureOfExperts
 from phalanx.model.transformer import Block, PositionEmbedding, Transformer
 from phalanx.parallel.linear import DeferredWeightGrads, gradient_of_input, gradient_of_weight, linear_of
 from phalanx.partition.derived import Mode
@@ -97,6 +97,8 @@ class TensorParallel:
     """With `sequence`: saves only this rank's part of a gathered input, and gathers it again in the backward pass."""
     deferred: DeferredWeightGrads | None = None
     """Takes weight gradients that bypass autograd."""
+    folds: bool = False
+    """With `sequence`: each rank routes its own tokens to whole experts, so that only shared experts are cut."""
 
     def local_tokens(self, x: Tensor) -> Tensor:
         """Returns this rank's tokens of `x` (batch, seq, ...): (batch, seq / tp, ...)."""
@@ -107,8 +109,8 @@ class TensorParallel:
     def gather(self, x: Tensor) -> tuple[Tensor, Any]:
         """Starts gathering token parts (batch, seq / tp, d_model). Returns all tokens, (batch, seq, d_model), and the
         pending collective."""
-        batch, seq, width = x.shape
-        whole = x.new_empty(batch, seq * self.tp.size, width)
+        *batch, seq, width = x.shape
+        whole = x.new_empty(*batch, seq * self.tp.size, width)
         return whole, self.tp.all_gather(whole.view(-1), x.contiguous().view(-1))
 
     def constant(self, weight: Tensor) -> Tensor:
@@ -129,8 +131,8 @@ class TensorParallel:
         x = x.contiguous()
         if not self.sequence:
             return x, self.tp.all_reduce(x)
-        batch, seq, width = x.shape
-        share = x.new_empty(batch, seq // self.tp.size, width)
+        *batch, seq, width = x.shape
+        share = x.new_empty(*batch, seq // self.tp.size, width)
         return share, self.tp.reduce_scatter(share.view(-1), x.view(-1))
 
     @uncompiled
@@ -162,14 +164,14 @@ class TensorParallel:
         return self.reduced(halves(self.gathered(x), *others))
 
 
-def cut_parameters(model: Transformer, tp: Axis) -> dict[str, tuple[TensorSlice, ...]]:
-    """Replaces every parameter of `model` (on the meta device) by one of this rank's shape.
+def cut_parameters(model: Transformer, tp: Axis, *, folds: bool = False) -> dict[str, tuple[TensorSlice, ...]]:
+    """Replaces every parameter of `model` (on the meta device) by one of this rank's shape; `folds`: layout.folds.
 
     Returns, by name, the tensor slice of each tensor rank."""
     tensor_slices = {}
     for name, parameter in list(model.named_parameters()):
         tensor_slices[name] = tuple(
-            slice_of(name, tuple(parameter.shape), model.config, tp.size, rank) for rank in range(tp.size)
+            slice_of(name, tuple(parameter.shape), model.config, tp.size, rank, folds=folds) for rank in range(tp.size)
         )
         owner, _, leaf = name.rpartition(".")
         cut = torch.empty(tensor_slices[name][tp.rank].shape, dtype=parameter.dtype, device="meta")
@@ -190,7 +192,7 @@ def connect(model: Transformer, parallel: TensorParallel, recomputes: Mapping[st
     if isinstance(model.positions, PositionEmbedding):
         model.positions = ParallelPositions(model.positions, parallel)
     model.gather = parallel.gathered
-    model.routing.share = 1 / parallel.tp.size
+    model.routing.share = 1 if parallel.folds else 1 / parallel.tp.size
     return made
 
 
@@ -204,16 +206,26 @@ def _connect_block(block: Block, parallel: TensorParallel, recompute: Mode) -> s
         return set().union(
             *(
                 _connect_half(
-                    *(half, kind.connection),
+                    half,
+                    connection,
                     keeping if recompute == "full" or (recompute == "mlp" and isinstance(half, MLP)) else parallel,
                 )
-                for kind, half in block.sublayers()
+                for half, connection in _connected(block, parallel)
             )
         )
     block.run_halves = parallel.run_halves
     for kind, half in block.sublayers():
         _add_biases_once(half, kind.connection, parallel)
     return set()
+
+
+def _connected(block: Block, parallel: TensorParallel) -> Iterator[tuple[nn.Module, Connection]]:
+    """Yields the parts of a block whose matrices are cut, with their connections."""
+    for kind, half in block.sublayers():
+        if not (parallel.folds and isinstance(half, MixtureOfExperts)):
+            yield half, kind.connection
+        elif half.shared is not None:
+            yield half.shared, FEED_FORWARD["dense"].connection
 
 
 def _connect_half(half: nn.Module, connection: Connection, parallel: TensorParallel) -> set[nn.Module]:

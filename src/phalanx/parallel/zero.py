@@ -404,10 +404,10 @@ class BucketReplica(Replica):
         return [shards[name] for name, _ in self._parameters()]
 
 
-def preceding(name: str, elements: int, experts: tuple[Axis, Axis] | None) -> int:
-    """Returns the elements of a parameter that earlier ep ranks hold, where this one holds `elements`: those of their
+def preceding(name: str, elements: int, experts: tuple[int, Axis] | None) -> int:
+    """Returns the elements of a tensor slice that earlier ranks hold, where this one holds `elements`: those of their
     experts."""
-    return experts[0].rank * elements if experts and is_expert(name) else 0
+    return experts[0] * elements if experts and is_expert(name) else 0
 
 
 def _arrive(buckets: Sequence[Bucket], *_: Any) -> None:

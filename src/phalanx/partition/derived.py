@@ -380,14 +380,14 @@ def is_copied(layout: Layout) -> bool:
 def near_ranks(layout: Layout, *, experts: bool = False) -> int:
     """Returns how many ranks keep one second copy together, of experts that ep distributes or of other parameters; 1
     without a copy."""
-    return max(1, layout.hpz // layout.ep) if experts else layout.hpz
+    return max(1, layout.hpz // layout.ep_shard) if experts else layout.hpz
 
 
 def legal_hpz(layout: Layout) -> list[int]:
     """Returns the values of `hpz` that fit the layout's ranks, 1 (no copy) first: they divide the ranks that shard the
     state and are fewer, and ep divides them."""
     ranks = layout.shard_ranks
-    return [1, *(n for n in divisors(ranks) if 1 < n < ranks and n % layout.ep == 0)]
+    return [1, *(n for n in divisors(ranks) if 1 < n < ranks and n % layout.ep_shard == 0)]
 
 
 BLOCK = 256

@@ -5,7 +5,8 @@ inputs), so that a block needs no communication between the two (Shoeybi et al. 
 experts, stacked along a leading dimension, are cut in the same way. In latent attention (DeepSeek-V2, section 2.1) the
 matrices that make heads are cut into equal numbers of whole heads; the compressing matrices and their norms serve all
 heads and stay whole. The vocabulary is cut by rows and padded to equal slices. All other parameters are whole on every
-rank. Expert parallelism distributes whole experts, in equal runs, independently of tensor parallelism.
+rank. Expert parallelism distributes whole experts, in equal runs, independently of tensor parallelism; where tensor
+ranks are ranks of ep (etp=1), their slices are runs of whole experts.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
+from typing import Any
 
 from phalanx.blocks.attention import LEAST_RUN, window_run, zigzag_runs
 from phalanx.blocks.operator import Weight, is_expert
@@ -50,6 +52,11 @@ class TensorSlice:
         return tuple(self.size if dim == self.dim else n for dim, n in enumerate(self.whole))
 
     @property
+    def cuts_matrices(self) -> bool:
+        """True if ranks hold parts of the matrices, not whole ones of a stack of experts."""
+        return self.dim is not None and self.dim >= len(self.whole) - 2
+
+    @property
     def real(self) -> int:
         """Rows (columns) of the slice that exist in the whole parameter; the rest is padding."""
         assert self.dim is not None, "only a cut dimension is padded"
@@ -68,13 +75,15 @@ class TensorSlice:
         return replace(self, whole=whole, start=self.start // block, size=self.size // block)
 
 
-def slice_of(name: str, whole: tuple[int, ...], model: ModelConfig, tp: int, rank: int) -> TensorSlice:
-    """Returns the slice of the parameter `name` that tensor rank `rank` of `tp` holds. Key/value heads fewer than
-    tensor ranks are held by several ranks each. The layout must be legal: heads and the widths of MLP and experts
-    divide by tp, and of key/value heads and tp one divides the other."""
+def slice_of(
+    name: str, whole: tuple[int, ...], model: ModelConfig, tp: int, rank: int, *, folds: bool = False
+) -> TensorSlice:
+    """Returns the slice of the parameter `name` that tensor rank `rank` of `tp` holds, whole experts if the layout
+    `folds`. Key/value heads fewer than tensor ranks are held by several ranks each. The layout must be legal: heads and
+    the widths of MLP and experts divide by tp, and of key/value heads and tp one divides the other."""
     if tp == 1:
         return TensorSlice(whole)
-    weight = weight_of(model, name)._replace(shape=whole)
+    weight = weight_of(model, name).folded(folds)._replace(shape=whole)
     if weight.dim is None:
         return TensorSlice(whole, copies=tp, first=rank == 0)
     size = weight.part(tp)
@@ -86,6 +95,23 @@ def experts_of(n_experts: int, ep: int, rank: int) -> range:
     """Returns the routed experts of rank `rank` of `ep` ranks: equal runs in order. ep must divide the experts."""
     each = n_experts // ep
     return range(rank * each, (rank + 1) * each)
+
+
+def experts_at(n_experts: int, layout: Layout, rank: int) -> range:
+    """Returns the routed experts of a layout's rank `rank` of ep: with tensor ranks among them, which change fastest,
+    a part of the run of experts that its tensor rank has."""
+    if layout.folds:
+        shard, tensor = divmod(rank, layout.tp)
+        rank = tensor * layout.ep_shard + shard
+    return experts_of(n_experts, layout.ep, rank)
+
+
+def in_order_of_ranks(n_experts: int, layout: Layout, experts: Any) -> Any:
+    """Returns the numbers of some `experts` in the order of the ranks of ep: a tensor rank among them has a run of
+    experts, of which each rank along dp_shard × cp has a run in turn."""
+    each, tp = n_experts // layout.ep, layout.tp if layout.folds else 1
+    of_tensor_rank, within = experts // (n_experts // tp), experts % (n_experts // tp)
+    return (within // each * tp + of_tensor_rank) * each + within % each
 
 
 def in_buckets(sizes: Sequence[int], least: float) -> list[list[int]]:
@@ -164,7 +190,7 @@ def first_rank_tiles(
 ) -> Iterator[tuple[str, int | None, TensorSlice]]:
     """Yields what the first tensor rank, which holds at least as much as any other, has of parameters of these whole
     `shapes`: name, tile and slice, as `in_tiles`."""
-    slices = {name: (slice_of(name, whole, model, layout.tp, 0),) for name, whole in shapes.items()}
+    slices = {name: (slice_of(name, whole, model, layout.tp, 0, folds=layout.folds),) for name, whole in shapes.items()}
     for name, number, (part,) in in_tiles(slices, layout, model):
         yield name, number, part
 

@@ -26,7 +26,7 @@ from phalanx.cost.spec import StepSpec
 from phalanx.optimizers.catalogue import OPTIMIZERS, granularity_of
 from phalanx.partition.derived import PARAMETER_BYTES, Batch, bucket_bytes, even
 from phalanx.partition.matrices import granular_cut
-from phalanx.partition.tensor_slices import TensorSlice, experts_of, in_buckets, slice_of
+from phalanx.partition.tensor_slices import TensorSlice, experts_at, in_buckets, slice_of
 from phalanx.pictures.elements import BOLD, COLOURS, NEUTRAL, box, document, heading, text
 from phalanx.units import gib
 
@@ -105,7 +105,7 @@ def _matrices(matrices: dict[str, tuple[int, ...]], job: Job, vocab: int) -> tup
             x, top = _MARGIN, lowest + 40
         parts.append(text(x, top - 6, label))
         for rank in range(layout.tp):
-            held = slice_of(name, whole, model, layout.tp, rank)
+            held = slice_of(name, whole, model, layout.tp, rank, folds=layout.folds)
             if held.first:
                 parts += _share(held, shards[name], rank, (x, top, width, height))
         parts.append(_box(x, top, width, height, "none", stroke=True))
@@ -120,32 +120,37 @@ def _experts(job: Job, top: float) -> tuple[list[str], float]:
     layout, count = job.layout, job.model.moe.n_experts
     replicas = f", with dp_replicate {layout.dp_replicate} times" if layout.dp_replicate > 1 else ""
     cut = "" if layout.ep <= _MOST_EP else f" The last of {layout.ep} ep ranks follows the first {_MOST_EP - 1}."
+    ranks = f"{layout.shard_ranks} dp_shard × cp ranks"
+    if layout.folds:
+        ranks = f"{layout.shard_ranks * layout.tp} dp_shard × cp × tp ranks"
     words = (
-        f"{count // layout.ep} of {count} on each. An expert is on {layout.shard_ranks // layout.ep} of the "
-        f"{layout.shard_ranks} dp_shard × cp ranks, the dense part on all{replicas}.{cut}"
+        f"{count // layout.ep} of {count} on each. An expert is on {layout.edp} of the "
+        f"{ranks}, the dense part on all{replicas}.{cut}"
     )
     parts = [text(_MARGIN, top, "Experts by rank", BOLD), text(_MARGIN, top + 18, words)]
     shown = list(range(layout.ep)) if layout.ep <= _MOST_EP else [*range(_MOST_EP - 1), layout.ep - 1]
     lines = -(-len(shown) // 2)
     for place, rank in enumerate(shown):
         x, y = _MARGIN + place // lines * (_WIDTH / 2 - _MARGIN), top + 40 + 18 * (place % lines)
-        parts.append(_box(x, y - 10, 12, 12, COLOURS[0], opacity=_opacity(rank, layout.ep)))
-        held = experts_of(count, layout.ep, rank)
+        shade, tensor = divmod(rank, layout.tp) if layout.folds else (rank, 0)
+        colour, opacity = COLOURS[tensor % len(COLOURS)], _opacity(shade, layout.ep_shard)
+        parts.append(_box(x, y - 10, 12, 12, colour, opacity=opacity))
+        held = experts_at(count, layout, rank)
         experts = str(held[0]) if len(held) == 1 else f"{held[0]}–{held[-1]}"
         parts.append(text(x + 18, y, f"ep {rank}: experts {experts} on {_holders(layout, rank)}"))
     return parts, top + 40 + 18 * lines
 
 
 def _holders(layout: Layout, ep_rank: int) -> str:
-    """Names the ranks of the first pipeline stage with the coordinate `ep_rank`: neighbours along tp, of every ep × tp
-    ranks the same ones."""
-    around = layout.ep * layout.tp
-    first = [start + ep_rank * layout.tp for start in range(0, layout.world // layout.pp, around)]
-    runs = [str(rank) if layout.tp == 1 else f"{rank}–{rank + layout.tp - 1}" for rank in first]
-    alone = len(runs) == 1 and layout.tp == 1
+    """Names the ranks of the first pipeline stage with the coordinate `ep_rank`: neighbours along tp, unless each is a
+    rank of ep, of every ep × tp ranks the same ones."""
+    around, several = layout.ep_shard * layout.tp, 1 if layout.folds else layout.tp
+    first = [start + ep_rank * several for start in range(0, layout.world // layout.pp, around)]
+    runs = [str(rank) if several == 1 else f"{rank}–{rank + several - 1}" for rank in first]
+    alone = len(runs) == 1 and several == 1
     if len(runs) <= _MOST_RUNS:
         return f"rank{'' if alone else 's'} {', '.join(runs)}"
-    return f"ranks {', '.join(runs[: _MOST_RUNS - 1])}, … {runs[-1]} ({len(runs) * layout.tp} in all)"
+    return f"ranks {', '.join(runs[: _MOST_RUNS - 1])}, … {runs[-1]} ({len(runs) * several} in all)"
 
 
 def _opacity(place: int, ranks: int) -> float:
@@ -159,7 +164,9 @@ def _shards(job: Job, vocab: int) -> dict[str, list[float]]:
     rank's."""
     layout, ranks = job.layout, job.layout.shard_ranks
     whole = parameter_shapes(job.model, vocab)
-    shapes = {name: slice_of(name, shape, job.model, layout.tp, 0).shape for name, shape in whole.items()}
+    shapes = {
+        name: slice_of(name, shape, job.model, layout.tp, 0, folds=layout.folds).shape for name, shape in whole.items()
+    }
     if layout.zero == 3 or ranks == 1:
         counts = {name: prod(shape[:2]) if len(shape) == 3 else shape[0] for name, shape in shapes.items()}
         rows = {name: (count, -(-count // ranks)) for name, count in counts.items()}
@@ -179,7 +186,7 @@ def _shards(job: Job, vocab: int) -> dict[str, list[float]]:
 
 
 def _dealt_out(names: Iterable[str], layout: Layout) -> dict[str, list[float]]:
-    ends = [(rank + 1) / layout.ep for rank in range(layout.ep)]
+    ends = [(rank + 1) / layout.ep_shard for rank in range(layout.ep_shard)]
     return {name: ends for name in names if layout.ep > 1 and is_expert(name)}
 
 
@@ -188,7 +195,7 @@ def _share(
 ) -> Iterator[str]:
     """Yields a tensor rank's slice of a matrix, in shades for the ranks that keep its rows."""
     x, y, width, height = box
-    if held.dim is not None and len(held.whole) == 3:  # experts, whose matrices may be cut on either side
+    if held.dim and len(held.whole) == 3:  # experts, whose matrices may be cut on either side
         x, width = x + width * held.start / held.whole[held.dim], width * held.real / held.whole[held.dim]
     elif held.dim == 0:
         y, height = y + height * held.start / held.whole[0], height * held.real / held.whole[0]
@@ -232,7 +239,7 @@ def _stages(job: Job, vocab: int) -> Iterator[tuple[str, State]]:
     alone = dataclasses.replace(layout, dp_replicate=layout.dp_replicate * ranks, dp_shard=1, cp=1, cp_ulysses=1)
     stages = [("replicated" if ep == 1 else f"replicated, ep={ep}", alone)]
     if ranks > 1:
-        shares = f"N={ranks}" if ep == 1 else f"N={ranks}, experts {ranks // ep}"
+        shares = f"N={ranks}" if ep == 1 else f"N={ranks}, experts {layout.edp}"
         stages += [(f"ZeRO-{zero}, {shares}", dataclasses.replace(layout, zero=zero)) for zero in (1, 2, 3)]
     for name, stage in stages:
         yield name + _mark(stage == layout), _state(job, vocab, stage, job.optimizer)

@@ -317,7 +317,8 @@ class Bounds:
         self.request, self.space, self.tables = request, space, Tables(request, space)
         self.pp, self.shard_ranks = space.column("pp"), space.column("dp_shard") * space.column("cp")
         self.data_ranks = self.shard_ranks * space.column("dp_replicate")
-        self.ranks = np.stack([self.shard_ranks, expert_ranks(self.shard_ranks, space.column("ep"))])
+        self.ep_shard = space.column("ep") // np.where(space.column("etp") > 0, space.column("tp"), 1)
+        self.ranks = np.stack([self.shard_ranks, expert_ranks(self.shard_ranks, self.ep_shard)])
         self.alike = space.column("ep") == 1
         self.formulas = self.tables.formulas
         axes = (space.column(name) for name in ("tp", "cp", "ep"))

@@ -396,7 +396,7 @@ def simulated(found: Found, band: TieBand = EQUAL) -> list[Candidate]:
 
 def degrees(layout: Layout) -> tuple[int, ...]:
     """Returns the degrees of its mesh; the sharding of the state is not among them."""
-    return layout.tp, layout.cp, layout.pp, layout.data_ranks, layout.ep
+    return layout.tp, layout.cp, layout.pp, layout.data_ranks, layout.ep, layout.etp
 
 
 def same_passes(layout: Layout) -> Layout:

@@ -160,7 +160,8 @@ def _changes(spec: StepSpec) -> Iterator[tuple[str, Layout]]:
                 wider, fewer = 2 * getattr(layout, axis), ranks // 2
                 moved = replace(layout, **{axis: wider, data: fewer}, **open_micro)
                 zero = min(moved.zero, 2) if axis == "pp" else moved.zero
-                moved = replace(moved, zero=zero, ep=gcd(moved.ep, moved.shard_ranks))
+                ep = gcd(layout.ep_shard, moved.shard_ranks) * (moved.tp if moved.folds else 1)
+                moved = replace(moved, zero=zero, ep=ep)
                 yield f"layout.{axis}={wider} layout.{data}={fewer}", moved
                 break
 

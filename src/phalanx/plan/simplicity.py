@@ -83,9 +83,10 @@ def simplicity(spec: StepSpec) -> Simplicity:
         + (layout.recompute != "none")
         + (layout.shard_ranks > 1) * ((layout.accumulate == "sharded") + (layout.zero == 3 and not layout.reshard))
         + (layout.hpz > 1)
+        + layout.folds
         + (layout.quantise_weights == "fp8")
         + (layout.ring > 1 and layout.cp_ulysses > 1),
-        cut=layout.tp * layout.pp * layout.cp * layout.ep,
+        cut=layout.tp * layout.pp * layout.cp * layout.ep_shard,
         chunks=layout.pp_chunks,
         zero=layout.zero,
     )

@@ -11,9 +11,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from phalanx.axes.experts import EXPERTS
 from phalanx.check.layout import layout_problems
 from phalanx.config.cluster import Cluster, with_processes
-from phalanx.config.corpora import PAIR, has_pairs
+from phalanx.config.corpora import PAIR, has_conversations, has_pairs
 from phalanx.config.job import Job, Optimizer, Train
 from phalanx.config.layout import Layout
 from phalanx.config.model import ModelConfig
@@ -49,6 +50,8 @@ class PlanRequest:
     optimizer: Optimizer = field(default_factory=Optimizer)
     together: int = 1
     """Sequences that belong together: micro-batches are multiples of it."""
+    folds: bool = True
+    """Whether etp=1 is tried, where model and framework allow it."""
     document_mask: bool = False
     """Whether attention must not cross documents."""
     more: UpdateCosts = NOTHING_MORE
@@ -104,16 +107,15 @@ class PlanRequest:
             more=self.more,
         )
 
+    def job(self, layout: Layout) -> Job:
+        """Returns a job with a layout."""
+        train = Train(global_batch=self.global_batch)
+        return Job(self.model, self.cluster, layout, optimizer=self.optimizer, train=train)
+
     def problems(self, layout: Layout) -> list[str]:
         """Returns the conflicts of a layout with model, devices and batch, each with its equation; empty if it is
         legal."""
-        job = Job(
-            model=self.model,
-            cluster=self.cluster,
-            layout=layout,
-            optimizer=self.optimizer,
-            train=Train(global_batch=self.global_batch),
-        )
+        job = self.job(layout)
         found = [message for _, message in (*layout_problems(job), *technique_problems(job))]
         if found:
             return found
@@ -153,6 +155,7 @@ def plan_request(job: Job, vocab: int, fixed: Mapping[str, Any] | None = None) -
         dict(fixed or {}),
         optimizer=spec.optimizer,
         together=PAIR if has_pairs(job.data) else 1,
+        folds=not has_conversations(job.data),
         document_mask=spec.document_mask,
         more=spec.more,
         headroom=job.plan.headroom,
@@ -180,6 +183,7 @@ class MeshDegrees(NamedTuple):
     dp_shard: int
     dp_replicate: int
     ep: int
+    etp: int
 
 
 class StateSharding(NamedTuple):
@@ -349,6 +353,9 @@ def _meshes(request: PlanRequest, world: int) -> Iterator[MeshDegrees]:
     model, fixed = request.model, request.fixed
     most_tp = max(LEAST_TP, NEIGHBOURHOODS * request.cluster.joined)
     for tp, sp, cp, ulysses in _inner(model, world, most_tp, fixed):
+        either = [0, 1] if sp and _folds(request, tp) else [0]
+        node = fixed.get("ep_node", 1)
+        etps = _kept(either, fixed, "etp")
         for pp in _kept(divisors(world // (tp * cp)), fixed, "pp"):
             if pp > model.most_stages:
                 continue
@@ -360,8 +367,11 @@ def _meshes(request: PlanRequest, world: int) -> Iterator[MeshDegrees]:
                     continue
                 if data == shard and fixed.get("compression", "none") != "none":
                     continue
-                for ep in _kept(divisors(gcd(shard * cp, model.moe.n_experts or 1)), fixed, "ep"):
-                    yield MeshDegrees(tp, sp, cp, ulysses, pp, shard, data // shard, ep)
+                for etp in etps:
+                    most = gcd(shard * cp * (tp if etp else 1), model.moe.n_experts or 1)
+                    for ep in _kept(divisors(most), fixed, "ep"):
+                        if not (etp and ep % tp) and (node == 1 or (ep > node and ep % node == 0)):
+                            yield MeshDegrees(tp, sp, cp, ulysses, pp, shard, data // shard, ep, etp)
 
 
 def _inner(model: ModelConfig, world: int, most_tp: int, fixed: Mapping[str, Any]) -> list[tuple[int, bool, int, int]]:
@@ -380,9 +390,17 @@ def _inner(model: ModelConfig, world: int, most_tp: int, fixed: Mapping[str, Any
     return found
 
 
+def _folds(request: PlanRequest, tp: int) -> bool:
+    """Returns whether tensor ranks may hold whole experts: not in frameworks that are predicted to do so anyway."""
+    layout = Layout(tp=tp, sp=True, ep=tp, etp=1)
+    return request.folds and not request.framework.ep_folds and not any(EXPERTS.problems(request.job(layout)))
+
+
 def _takes_hpz(base: Layout, mesh: MeshDegrees) -> bool:
     """Returns whether as many ranks of a mesh as `hpz` can keep a second copy of the parameters."""
-    return base.hpz == 1 or base.hpz in legal_hpz(replace(base, dp_shard=mesh.dp_shard, cp=mesh.cp, ep=mesh.ep))
+    return base.hpz == 1 or base.hpz in legal_hpz(
+        replace(base, dp_shard=mesh.dp_shard, cp=mesh.cp, tp=mesh.tp, ep=mesh.ep, etp=mesh.etp)
+    )
 
 
 def _batches(request: PlanRequest, share: int, cp: int) -> Iterator[tuple[int, int]]:

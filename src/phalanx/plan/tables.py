@@ -1,9 +1,9 @@
 """The cost model's figures for the parts of a layout, for many layouts at once: each part is computed once per
 combination of degrees that it depends on, on first use.
 
-Computation and memory of one device depend on the inner degrees (tp, sp, cp, cp_ulysses, ep) and the micro-batch; the
-state's collectives on the outer ones (tp, the ranks that shard, the replicas, ep); the contents of the ranks on the
-pipeline.
+Computation and memory of one device depend on the inner degrees (tp, sp, cp, cp_ulysses, ep, etp) and the
+micro-batch; the state's collectives on the outer ones (tp, the ranks that shard, the replicas, ep, etp); the contents
+of the ranks on the pipeline.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from phalanx.plan.space import RECOMPUTE, PlanRequest, Scheduled, Space
 from phalanx.schedule import catalogue
 
 Floats = NDArray[np.float64]
-TP, SP, CP, ULYSSES, EP, MICRO = range(6)
+TP, SP, CP, ULYSSES, EP, ETP, MICRO = range(7)
 """Columns of the inner combinations."""
 BANDWIDTH_BOUND_BYTES = 1e15
 """Bytes of a message whose latency is negligible."""
@@ -136,11 +136,11 @@ class Tables:
         self.request, self.space = request, space
         column = space.column
         self.inner, self.inner_of = distinct(
-            *(column(name) for name in ("tp", "sp", "cp", "cp_ulysses", "ep")), space.micro_batch
+            *(column(name) for name in ("tp", "sp", "cp", "cp_ulysses", "ep", "etp")), space.micro_batch
         )
         """The combinations of inner degrees, and by pair the number of its combination."""
         self.outer, self.outer_of = distinct(
-            column("tp"), column("cp") * column("dp_shard"), column("dp_replicate"), column("ep")
+            column("tp"), column("cp") * column("dp_shard"), column("dp_replicate"), column("ep"), column("etp")
         )
         """The combinations of outer degrees, and by pair the number of its combination."""
         model = request.model
@@ -181,7 +181,7 @@ class Tables:
     def _block(self, kind: BlockKind) -> Floats:
         """Returns the same seconds of one block, by inner combination and recomputation."""
         if kind not in self._blocks:
-            on_feed_forward = (TP, SP, CP, EP, MICRO) if kind.routed else (TP, SP, CP, MICRO)
+            on_feed_forward = (TP, SP, CP, EP, ETP, MICRO) if kind.routed else (TP, SP, CP, MICRO)
             attention = self._half(kind, "attention", (TP, SP, CP, ULYSSES, MICRO))
             self._blocks[kind] = attention + self._half(kind, "feed_forward", on_feed_forward)
         return self._blocks[kind]
@@ -203,7 +203,7 @@ class Tables:
             return [(one.kept, sum(one.backward) + step.gathered, step.under_way, one.deferred) for one in found]
 
         if block not in self._activations:
-            on = (TP, SP, CP, ULYSSES, EP) if block.routed else (TP, SP, CP, ULYSSES)
+            on = (TP, SP, CP, ULYSSES, EP, ETP) if block.routed else (TP, SP, CP, ULYSSES)
             of_sequence = self._figures(("activations", block), on, ask)
             self._activations[block] = np.moveaxis(of_sequence * self.inner[:, MICRO, None, None], 1, 0).copy()
         return self._activations[block][modes, inner]
@@ -241,7 +241,7 @@ class Tables:
         def ask(spec: StepSpec) -> GatheredParameters:
             return block_parameters(spec.model, spec.layout, kind).gathered(shared, tiled=tiled)
 
-        return self._figures(("gathered", (kind, shared, tiled)), (TP, EP), ask)[inner]
+        return self._figures(("gathered", (kind, shared, tiled)), (TP, EP, ETP), ask)[inner]
 
     def trained(self, share: RankContents) -> Floats:
         """Returns those of them that training changes."""
@@ -253,7 +253,7 @@ class Tables:
         def ask(spec: StepSpec) -> tuple[int, ...]:
             return astuple(parameter_counts(spec.model, spec.layout, share.blocks, share.embedding, share.head))
 
-        return self._figures(("counts", share), (TP, EP), ask)
+        return self._figures(("counts", share), (TP, EP, ETP), ask)
 
     def cut(self, pp: int, scheduled: int) -> Cut:
         """Returns the contents of the ranks of a pipeline under a schedule of the space."""
@@ -269,11 +269,11 @@ class Tables:
         if on not in self._parts:
             some = np.ones_like(self.inner)
             some[:, on] = self.inner[:, on]
-            if SP not in on:
-                some[:, SP] = 0
+            for switch in {SP, ETP}.difference(on):
+                some[:, switch] = 0
             combinations, which = distinct(*some.T)
             specs = []
-            for tp, sp, cp, ulysses, ep, micro in combinations.tolist():
+            for tp, sp, cp, ulysses, ep, etp, micro in combinations.tolist():
                 regather = bool(sp) and self.space.regathers
                 degree = {
                     "tp": tp,
@@ -282,7 +282,8 @@ class Tables:
                     "cp": cp,
                     "cp_ulysses": ulysses,
                     "ep": ep,
-                    "dp_shard": ep,
+                    "etp": etp,
+                    "dp_shard": ep // tp if etp else ep,
                 }
                 specs.append(alone(self.request, replace(self._alone, **degree), micro))
             self._parts[on] = specs, which
@@ -300,15 +301,15 @@ class Tables:
     def _alone(self) -> Layout:
         """The fixed fields of the layout of one device, without those of pipeline or data ranks."""
         base = self.space.base
-        kept = ("cp_inner", "loss_chunk", "tiles", "tile", "prefetch", "bucket_mb")
+        kept = ("cp_inner", "loss_chunk", "tiles", "tile", "prefetch", "bucket_mb", "ep_node")
         return Layout(zero=1, **{name: getattr(base, name) for name in kept})
 
     def _slopes(self) -> Floats:
         request, found = self.request, []
         base = self.space.base
         widths = wire_widths(base, request.framework, request.products, request.width, request.model)
-        for tp, shard, replicate, ep in self.outer.tolist():
-            layout = Layout(tp=tp, dp_shard=shard, dp_replicate=replicate, ep=ep, hpz=base.hpz)
+        for tp, shard, replicate, ep, etp in self.outer.tolist():
+            layout = Layout(tp=tp, dp_shard=shard, dp_replicate=replicate, ep=ep, etp=etp, hpz=base.hpz)
             codes = conversion_seconds(
                 request.cluster.accelerator, replace(base, dp_shard=shard, dp_replicate=replicate, cp=1)
             )

@@ -39,7 +39,7 @@ def _second_copy(job: Job) -> Iterator[Problem]:
     elif hpz == ranks:
         equation = f"hpz {hpz} ranks are all of dp_shard {layout.dp_shard} × cp {layout.cp}, which hold a copy already"
     else:
-        equation = f"hpz {hpz} / ep {layout.ep} is not an integer"
+        equation = f"hpz {hpz} / ep {layout.ep_shard}{' (ep / tp)' if layout.folds else ''} is not an integer"
     yield "layout.hpz", Misfit(equation, hpz, {"layout.hpz": legal})
 
 

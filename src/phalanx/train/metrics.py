@@ -308,8 +308,8 @@ class ExpertLoads(Callback):
         n, top_k, routing = self.job.model.moe.n_experts, self.job.model.moe.top_k, self.routing
         noted = torch.zeros(len(self.layers) * n + len(self.penalties), dtype=torch.float64, device=self.device)
         of_layers, of_penalties = noted[: len(self.layers) * n].view(-1, n), noted[len(self.layers) * n :]
-        # All tensor ranks record the same tokens. Layers of other pipeline ranks are zero here.
-        if self.mesh.owns_loss:
+        # All tensor ranks record the same tokens, or each its own. Layers of other pipeline ranks are zero here.
+        if self.mesh.owns_loss or self.job.layout.folds:
             for place, layer in enumerate(self.layers):
                 of_layers[place] += routing.loads.get(layer, 0)
             for place, name in enumerate(self.penalties):

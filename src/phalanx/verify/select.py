@@ -135,7 +135,7 @@ def reduced(layout: Layout, max_ranks: int) -> Layout:
     reduced first. A pipeline whose schedule is a file keeps its ranks; a smaller pipeline loses the settings written
     for its stages. Degrees that subdivide other axes (cp_ulysses, ep) shrink with them.
     """
-    fixed = {"pp"} if layout.pp > 1 and is_file(layout.schedule) else set[str]()
+    fixed, wanted = {"pp"} if layout.pp > 1 and is_file(layout.schedule) else set[str](), layout
     while layout.processes > max_ranks:
         axis = max((name for name in AXES if name not in fixed), key=lambda name: getattr(layout, name))
         degree = getattr(layout, axis)
@@ -146,11 +146,14 @@ def reduced(layout: Layout, max_ranks: int) -> Layout:
         if axis == "pp":
             layout = replace(layout, pp_cut="")
     # What subdivides an axis fits it, and settings of absent techniques go.
-    layout = replace(layout, cp_ulysses=gcd(layout.cp_ulysses, layout.cp), ep=gcd(layout.ep, layout.shard_ranks))
+    ep = gcd(wanted.ep_shard, layout.shard_ranks) * (layout.tp if wanted.folds else 1)
+    layout = replace(layout, cp_ulysses=gcd(layout.cp_ulysses, layout.cp), ep=ep)
     layout = replace(layout, hpz=max(ranks for ranks in legal_hpz(layout) if ranks <= layout.hpz))
     without = ["cp_inner"] if layout.cp == 1 else []
     without += ["schedule", "pp_chunks", "pp_slices", "pp_cut"] if layout.pp == 1 else []
     without += ["accumulate"] if layout.shard_ranks == 1 else []
+    without += ["etp"] if layout.tp == 1 else []
+    without += ["ep_node"] if layout.ep % layout.ep_node or layout.ep_node == layout.ep else []
     return replace(layout, **{name: getattr(Layout(), name) for name in without})
 
 
