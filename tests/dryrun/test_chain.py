@@ -15,7 +15,7 @@ from phalanx.blocks.parameters import train_flops_per_step
 from phalanx.check.job import problems_of
 from phalanx.config.job import Job, Optimizer, Train
 from phalanx.config.layout import Layout
-from phalanx.config.model import MLA, LoRA, ModelConfig, MoE, QueryGrowth
+from phalanx.config.model import MLA, LoRA, ModelConfig, MoE, QueryGrowth, WideHeads
 from phalanx.cost.job_spec import rank_spec
 from phalanx.cost.prediction import hardware_flops_per_step
 from phalanx.cost.rank_memory import step_memory
@@ -47,6 +47,19 @@ MODELS = {
     "adapters": replace(LLAMA, lora=LoRA(rank=8)),
     "further tokens": replace(LLAMA, mtp=1),
     "windows": replace(LLAMA, window=32, full_every=2, sinks=True, qk_norm="head"),
+    "wide heads": replace(
+        LLAMA,
+        window=32,
+        full_every=2,
+        wide=WideHeads(64, 1),
+        values_are_keys=True,
+        v_norm=True,
+        qk_norm="head",
+        rotary_pairs=0.25,
+        norm_place="both",
+        layer_scale=True,
+        moe=MoE(n_experts=8, top_k=2, d_ff=64, n_shared=2, own_norms=True),
+    ),
     "chunks": replace(
         LLAMA,
         window=32,

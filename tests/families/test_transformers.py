@@ -121,10 +121,12 @@ def test_transformers_model_has_as_many_parameters(name: str):
     """Built on the meta device with one layer of each last kind, and with two: the rest are alike."""
     counterpart, model = COUNTERPARTS[LIKE[name]], PRESETS[name]
     dense = model.moe.n_dense_layers
-    kinds = max(len(kinds.split(",")) for kinds in (model.attention, model.feed_forward))
+    turns_of = (model.attention.split(","), model.feed_forward.split(","), range(model.full_every))
+    kinds = max(map(len, turns_of[: 3 if model.wide.head_dim else 2]))
     one, two = (_size(counterpart, replace(model, n_layers=dense + kinds * turns)) for turns in (1, 2))
-    balancing = model.moe.n_experts * (model.n_layers - dense) if model.moe.bias_balanced else 0
-    assert one + (two - one) * ((model.n_layers - dense) // kinds - 1) + balancing == count(model)
+    # Buffers there: balancing biases and the blocks' scales.
+    more = (model.moe.n_experts * model.moe.bias_balanced) * (model.n_layers - dense) + model.n_layers * model.layer_scale
+    assert one + (two - one) * ((model.n_layers - dense) // kinds - 1) + more == count(model)
 
 
 def _size(counterpart: Counterpart, model: ModelConfig) -> int:
