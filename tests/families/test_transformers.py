@@ -33,7 +33,9 @@ def weights(theirs: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Draws random weights for transformers' model, and returns all of them with the balancing biases."""
     generator = torch.Generator().manual_seed(0)
     found = dict(theirs.named_parameters())
-    found |= {name: buffer for name, buffer in theirs.named_buffers() if name.endswith(("correction_bias", "layer_scalar"))}
+    found |= {
+        name: buffer for name, buffer in theirs.named_buffers() if name.endswith(("correction_bias", "layer_scalar"))
+    }
     for name, tensor in found.items():
         centre = 1.0 if ("norm" in name and name.endswith("weight")) or "scal" in name else 0.0
         with torch.no_grad():
@@ -125,7 +127,9 @@ def test_transformers_model_has_as_many_parameters(name: str):
     kinds = max(map(len, turns_of[: 3 if model.wide.head_dim else 2]))
     one, two = (_size(counterpart, replace(model, n_layers=dense + kinds * turns)) for turns in (1, 2))
     # Buffers there: balancing biases and the blocks' scales.
-    more = (model.moe.n_experts * model.moe.bias_balanced) * (model.n_layers - dense) + model.n_layers * model.layer_scale
+    more = (model.moe.n_experts * model.moe.bias_balanced) * (
+        model.n_layers - dense
+    ) + model.n_layers * model.layer_scale
     assert one + (two - one) * ((model.n_layers - dense) // kinds - 1) + more == count(model)
 
 

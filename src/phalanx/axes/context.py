@@ -94,9 +94,7 @@ def _exchanges(layout: Layout, model: ModelConfig) -> bool:
     if model.n_heads % layout.tp:
         return True
     heads = model.n_heads // layout.tp
-    every = (
-        heads if own.mla.kv_rank else max(1, own.kv_heads // layout.tp) for own in attention_models(model)
-    )
+    every = (heads if own.mla.kv_rank else max(1, own.kv_heads // layout.tp) for own in attention_models(model))
     return heads % ranks == 0 and all(keys % ranks == 0 or ranks % keys == 0 for keys in every)
 
 

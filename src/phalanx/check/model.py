@@ -355,6 +355,11 @@ def _beside_latent_attention(model: ModelConfig) -> Iterator[tuple[str, str]]:
     for name in ("v_norm", "values_are_keys"):
         if getattr(model, name):
             yield f"model.{name}", f"latent attention makes values from latents; nearest legal: {name}=false"
+    if model.wide.head_dim and not model.attention:
+        yield (
+            "model.wide.head_dim",
+            f"latent attention has sizes of its own, is {model.wide.head_dim}; nearest legal: 0",
+        )
     if model.sinks:
         yield "model.sinks", "latent attention has no sinks; nearest legal: sinks=false"
     if model.nope_every:

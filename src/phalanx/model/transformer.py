@@ -41,7 +41,18 @@ from phalanx.errors import ExtensionError, JobError
 from phalanx.model.attention import CoreAttention, KeysAndValues
 from phalanx.model.cache import Cache
 from phalanx.model.documents import Conversations, Documents
-from phalanx.model.layers import Linear, Multiply, Rescale, Run, make_norm, query_growth, rotary_table, run, soft_cap, uncompiled
+from phalanx.model.layers import (
+    Linear,
+    Multiply,
+    Rescale,
+    Run,
+    make_norm,
+    query_growth,
+    rotary_table,
+    run,
+    soft_cap,
+    uncompiled,
+)
 from phalanx.model.moe import GroupedLinear, Routing
 from phalanx.model.seeding import Noise, dropout, perturbed
 from phalanx.registry import Registry

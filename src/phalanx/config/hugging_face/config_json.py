@@ -347,7 +347,7 @@ def differing(first: ModelConfig, second: ModelConfig) -> Iterator[tuple[str, An
 def plain(model: ModelConfig) -> ModelConfig:
     """Returns the shape with every default written out, and without what only training uses."""
     wide, kinds = model.wide, model.attention
-    if wide.head_dim and not kinds:
+    if wide.head_dim and not (kinds or model.mla.kv_rank):
         kinds = ",".join(model.heads_by_window)
     if wide.head_dim and set(kinds.split(",")) == {"wide_heads"}:
         own = wide.n_kv_heads or model.kv_heads
@@ -384,7 +384,7 @@ def plain(model: ModelConfig) -> ModelConfig:
         if model.query_growth.rate and model.nope_every <= model.n_layers
         else QueryGrowth(),
         nope_every=model.nope_every if rope and 0 < model.nope_every <= model.n_layers else 0,
-        window_rope_theta=model.window_rope_theta if model.window else 0.0,
+        window_rope_theta=model.window_rope_theta if any(windows) else 0.0,
         qkv_bias=model.bias or model.qkv_bias,
         rope_theta=model.rope_theta if rope else default.rope_theta,
         rotary_fraction=model.rotary_fraction if rope else 1.0,

@@ -157,18 +157,20 @@ class FullHeads:
 
     def _each(self, source: ConfigReader, fields: Fields) -> tuple[int, int]:
         """Returns the size of heads and the key/value heads that all layers without a window have."""
-        parts = source.inside("per_layer_config")
+        parts, given = source.inside("per_layer_config"), source.raw("per_layer_config")
+        # Padded with zeros to the digits of the last layer.
+        names = {name.lstrip("0") or "0": name for name in given} if isinstance(given, dict) else {}
         shape = ModelConfig(**{name: fields[name] for name in ("n_layers", "window", "full_every")})
         shape = replace(shape, window_pattern=fields.get("window_pattern", ""))
         found = set[tuple[int, int]]()
         for layer, kind in enumerate(layer_types(shape)):
-            part = parts.inside(str(layer))
+            part = parts.inside(name := names.get(str(layer), str(layer)))
             size = part.take("head_dim", int, fields["head_dim"] or fields["d_model"] // max(1, fields["n_heads"]))
             heads = size, part.take("num_key_value_heads", int, fields["n_kv_heads"])
             if kind == FULL:
                 found.add(heads)
-            elif part.seen & set(parts.raw(str(layer)) or {}):
-                parts.problem(str(layer), f"is for a layer with a window, supported: those with {FULL}")
+            elif parts.raw(name):
+                parts.problem(name, f"is for a layer with a window, supported: those with {FULL}")
             refuse_unknown(part)
         refuse_unknown(parts)
         if len(found) > 1:
