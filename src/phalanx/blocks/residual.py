@@ -178,8 +178,9 @@ def own_norms(place: Place, operator: Operator) -> Operator:
     if operator.name != "mlp_post_norm":
         return operator
     three = [norm(place, f"mlp_post_norm.{part}") for part in ("routed", "shared", "both")]
-    joined, work = (tuple(each for one in three for each in getattr(one, name)) for name in ("weights", "memory_bound"))
-    return replace(operator, weights=joined, memory_bound=work, saved=tuple(t for one in three for t in one.saved))
+    joined = tuple(weight._replace(initial="ones") for one in three for weight in one.weights)
+    work, saved = (tuple(each for one in three for each in getattr(one, part)) for part in ("memory_bound", "saved"))
+    return replace(operator, weights=joined, memory_bound=work, saved=saved)
 
 
 def residual(place: Place, name: str) -> Operator:
