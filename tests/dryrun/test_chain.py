@@ -170,7 +170,13 @@ def has_predicted_flops(name: str, layout: Layout) -> bool:
     repeats = layout.tp > 1 and name not in ("gpt", "llama")
     rings = layout.cp > layout.cp_ulysses
     again = layout.recompute == "full" or layout.recompute_cut
-    return not (name == "windows" or repeats or rings or again or (layout.recompute == "mlp" and name == "adapters"))
+    return not (
+        name in ("windows", "wide heads")
+        or repeats
+        or rings
+        or again
+        or (layout.recompute == "mlp" and name == "adapters")
+    )
 
 
 def named(value: Any) -> str:
