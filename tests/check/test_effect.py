@@ -23,7 +23,8 @@ ELSEWHERE = {
         preset from n_layers d_model n_heads n_kv_heads head_dim vocab_size seq_len window full_every
         window_pattern query_growth.rate attention feed_forward norm norm_place parallel_block positions activation
         bias qk_norm sinks
-        attention_scale attention_softcap logit_softcap scaled_embedding tied reward embedding_multiplier
+        attention_scale attention_softcap logit_softcap scaled_embedding tied reward embedding_multiplier v_norm
+        values_are_keys layer_scale
         residual_multiplier logit_divisor
         dropout norm_eps window_rope_theta
         init_std moe.n_experts mla.kv_rank lora.rank mtp

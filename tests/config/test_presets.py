@@ -181,7 +181,7 @@ def test_every_preset_is_counted():
     ours = {"gpt3-175b", "solar-open-100b", "glm-4.5", "glm-4.5-air", "glm-5", *MEGATRON}
     ours |= {"qwen3-next-80b-a3b", "qwen3.5-35b-a3b", "qwen3.5-9b"}
     ours |= {"seed-oss-36b", "granite3-2b", "granite3-8b", "granite4-micro", "phi3-mini", "phi4-14b", "minimax-m2"}
-    ours |= {name for name in PRESETS if name.startswith(("llama4", "ministral"))}
+    ours |= {name for name in PRESETS if name.startswith(("llama4", "ministral", "gemma4"))}
     ours |= {
         "olmo3-7b",
         "olmo3-32b",

@@ -15,7 +15,7 @@ from phalanx.blocks.parameters import train_flops_per_step
 from phalanx.check.job import problems_of
 from phalanx.config.job import Job, Optimizer, Train
 from phalanx.config.layout import Layout
-from phalanx.config.model import MLA, LoRA, ModelConfig, MoE, QueryGrowth
+from phalanx.config.model import MLA, LoRA, ModelConfig, MoE, QueryGrowth, WideHeads
 from phalanx.cost.job_spec import rank_spec
 from phalanx.cost.prediction import hardware_flops_per_step
 from phalanx.cost.rank_memory import step_memory
@@ -47,6 +47,18 @@ MODELS = {
     "adapters": replace(LLAMA, lora=LoRA(rank=8)),
     "further tokens": replace(LLAMA, mtp=1),
     "windows": replace(LLAMA, window=32, full_every=2, sinks=True, qk_norm="head"),
+    "wide heads": replace(
+        LLAMA,
+        attention="heads,wide_heads",
+        wide=WideHeads(64, 1),
+        values_are_keys=True,
+        v_norm=True,
+        qk_norm="head",
+        rotary_pairs=0.25,
+        norm_place="both",
+        layer_scale=True,
+        moe=MoE(n_experts=8, top_k=2, d_ff=64, n_shared=2, own_norms=True),
+    ),
     "chunks": replace(
         LLAMA,
         window=32,
@@ -139,6 +151,7 @@ BEYOND = {
     ("dp_shard=2,tp=2,ep=2,etp=1,sp=true,recompute=full", "chunks"): 0.13,
     ("dp_shard=2,tp=2,ep=4,etp=1,sp=true,recompute=mlp", "chunks"): 0.039,
     ("pp=2,schedule=gpipe,micro_batch=1", "experts"): 0.036,
+    ("recompute=mlp", "wide heads"): 0.044,
     # Not mended yet: layers with experts and without in turn (Llama 4), of which prediction takes the larger for each
     # that is gathered or in flight.
     ("recompute=mlp", "chunks"): 0.048,
@@ -170,7 +183,13 @@ def has_predicted_flops(name: str, layout: Layout) -> bool:
     repeats = layout.tp > 1 and name not in (("gpt", "llama", "experts") if layout.folds else ("gpt", "llama"))
     rings = layout.cp > layout.cp_ulysses
     again = layout.recompute == "full" or layout.recompute_cut
-    return not (name == "windows" or repeats or rings or again or (layout.recompute == "mlp" and name == "adapters"))
+    return not (
+        name in ("windows", "wide heads")
+        or repeats
+        or rings
+        or again
+        or (layout.recompute == "mlp" and name == "adapters")
+    )
 
 
 def named(value: Any) -> str:

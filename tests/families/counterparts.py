@@ -74,6 +74,9 @@ _SMALL_DELTA = {"n_heads": 4, "key_heads": 2, "key_head_dim": 6, "head_dim": 5}
 
 _SMALL_LLAMA4: dict[str, Any] = {"n_layers": 4, "window": 7, "query_growth": {"length": 6}}
 
+_SMALL_GEMMA4: dict[str, Any] = {"window": 7, "n_layers": 6, "logit_softcap": 3.0}
+_SMALL_GEMMA4["wide"] = {"head_dim": 24, "n_kv_heads": 1}
+
 COUNTERPARTS: dict[str, Counterpart] = {
     "llama3.1-8b": Counterpart("llama", _SMALL_LLAMA3),
     "llama3.2-1b": Counterpart("llama", _SMALL_LLAMA3),
@@ -84,6 +87,10 @@ COUNTERPARTS: dict[str, Counterpart] = {
     "qwen3-30b-a3b": Counterpart("qwen3_moe", {"moe": _SMALL_EXPERTS}),
     "gemma2-27b": Counterpart("gemma2", {"window": 7, "attention_softcap": 2.0, "logit_softcap": 3.0}),
     "gemma3-27b": Counterpart("gemma3_text", {"window": 7, "n_layers": 6}),
+    "gemma4-31b": Counterpart("gemma4_text", _SMALL_GEMMA4),
+    "gemma4-26b-a4b": Counterpart(
+        "gemma4_text", _SMALL_GEMMA4 | {"moe": {"n_experts": 8, "top_k": 3, "d_ff": 12, "n_shared": 4}}
+    ),
     "gpt2": Counterpart("gpt2", {"n_kv_heads": 0}),
     "olmo2-32b": Counterpart("olmo2"),
     "olmo3-32b": Counterpart("olmo3", {"window": 7, "rope_scaling": {"original_seq_len": 64}}),
@@ -169,7 +176,7 @@ def small_model(model: ModelConfig, fields: Mapping[str, Any]) -> ModelConfig:
         "vocab_size": 50,
         "seq_len": 24,
     } | fields
-    for part in ("moe", "mla", "delta", "rope_scaling", "query_growth"):
+    for part in ("moe", "mla", "delta", "rope_scaling", "query_growth", "wide"):
         if part in sizes:
             sizes[part] = replace(getattr(model, part), **sizes[part])
     return replace(model, **sizes)

@@ -60,6 +60,9 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "bias": SWITCHES,
     "qkv_bias": SWITCHES,
     "qk_norm": ("none", "head", "width", "unit"),
+    "v_norm": SWITCHES,
+    "values_are_keys": SWITCHES,
+    "layer_scale": SWITCHES,
     "sinks": SWITCHES,
     "attention_scale": (0.0, 0.3),
     "attention_softcap": (0.0, 1.5),
@@ -71,6 +74,7 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "rope_theta": (777.0,),
     "window_rope_theta": (0.0, 555.0),
     "rotary_fraction": (0.5, 0.75, 1.0),
+    "rotary_pairs": (0.5, 1.0),
     "init_std": (0.1,),
     **{
         f"rope_scaling.{name}": values
@@ -106,6 +110,7 @@ VALUES: dict[str, tuple[Any, ...]] = {
             "router_bias": SWITCHES,
             "shared_gate": SWITCHES,
             "scale_inputs": SWITCHES,
+            "own_norms": SWITCHES,
             "bias_balanced": SWITCHES,
             "bias_rate": (0.1,),
             "capacity": (1.5,),
@@ -116,6 +121,8 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "delta.key_head_dim": (4,),
     "delta.head_dim": (7,),
     "delta.conv": (1, 3),
+    "wide.head_dim": (0, 8, 12),
+    "wide.n_kv_heads": (0, 2, 4),
     "mla.q_rank": (0, 5),
     "mla.kv_rank": (0, 6),
     "mla.rope_head_dim": (4,),
@@ -129,14 +136,15 @@ TOLD = {"moe.capacity"}
 NAMED_BY: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(
         (path for path in VALUES if path.startswith("rope_scaling.")),
-        ("attention_scale", "rope_scaling.", "query_growth.length"),
+        ("attention_scale", "rope_scaling.", "query_growth.length", "rotary_pairs"),
     ),
-    **dict.fromkeys(("rotary_fraction", "attention_scale"), ("rope_scaling.",)),
-    "moe.n_experts": ("experts is 0",),
+    **dict.fromkeys(("rotary_fraction", "attention_scale"), ("rope_scaling.", "rotary_pairs")),
+    **dict.fromkeys(("full_every", "window_pattern"), ("layer_types", "window")),
+    "moe.n_experts": ("experts is 0", "intermediate_size"),
     "mla.kv_rank": ("kv_lora_rank is 0",),
     "mla.q_rank": ("q_lora_rank is 0",),
     "n_heads": ("n_kv_heads",),
-    "n_layers": ("moe_layers",),
+    "n_layers": ("moe_layers", "layer_types"),
     "nope_every": ("query_growth.rate",),
 }
 """The fields that a refusal may name for another: one that depends on it, or theirs."""

@@ -15,6 +15,12 @@ from phalanx.verify.select import select
 
 CASES = {
     "gemma3-27b": ("cp=2,tp=2,sp=true", "cp=2,cp_ulysses=2,pp=2"),
+    "gemma4-31b wide.n_kv_heads=1": (
+        "cp=2,tp=2,sp=true",
+        "cp=2,cp_ulysses=2,pp=2",
+        "dp_shard=2,tp=4,zero=3,recompute=products",
+    ),
+    "gemma4-26b-a4b": ("dp_shard=2,tp=2,sp=true,ep=2,zero=3", "cp=2,pp=2,recompute=full"),
     "gemma2-27b": ("dp_shard=2,tp=2,sp=true,recompute=full",),
     "olmo2-32b": ("tp=2,sp=true,pp=2", "dp_shard=2,cp=2"),
     "olmo3-32b": ("tp=2,sp=true,pp=2", "dp_shard=2,cp=2"),

@@ -33,9 +33,11 @@ def weights(theirs: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Draws random weights for transformers' model, and returns all of them with the balancing biases."""
     generator = torch.Generator().manual_seed(0)
     found = dict(theirs.named_parameters())
-    found |= {name: buffer for name, buffer in theirs.named_buffers() if name.endswith("correction_bias")}
+    found |= {
+        name: buffer for name, buffer in theirs.named_buffers() if name.endswith(("correction_bias", "layer_scalar"))
+    }
     for name, tensor in found.items():
-        centre = 1.0 if "norm" in name and name.endswith("weight") else 0.0
+        centre = 1.0 if ("norm" in name and name.endswith("weight")) or "scal" in name else 0.0
         with torch.no_grad():
             tensor.copy_(centre + 0.2 * torch.randn(tensor.shape, generator=generator, dtype=torch.float64))
     return found
@@ -76,6 +78,8 @@ def test_logits_and_gradients_equal_those_of_transformers(name: str, tmp_path: P
             continue  # its gradient is the load of the experts
         if model.positions == "learned" and key.endswith("attn.wk.bias"):
             continue  # it adds the same to all scores of a query, so its gradient is rounding
+        if not parameter.requires_grad:
+            continue
         assert parameter.grad is not None, key
         close(parameter.grad, expected_of[key] - constants[key], key)
 
@@ -119,10 +123,14 @@ def test_transformers_model_has_as_many_parameters(name: str):
     """Built on the meta device with one layer of each last kind, and with two: the rest are alike."""
     counterpart, model = COUNTERPARTS[LIKE[name]], PRESETS[name]
     dense = model.moe.n_dense_layers
-    kinds = max(len(kinds.split(",")) for kinds in (model.attention, model.feed_forward))
+    turns_of = (model.attention.split(","), model.feed_forward.split(","), range(model.full_every))
+    kinds = max(map(len, turns_of[: 3 if model.wide.head_dim else 2]))
     one, two = (_size(counterpart, replace(model, n_layers=dense + kinds * turns)) for turns in (1, 2))
-    balancing = model.moe.n_experts * (model.n_layers - dense) if model.moe.bias_balanced else 0
-    assert one + (two - one) * ((model.n_layers - dense) // kinds - 1) + balancing == count(model)
+    # Buffers there: balancing biases and the blocks' scales.
+    more = (model.moe.n_experts * model.moe.bias_balanced) * (
+        model.n_layers - dense
+    ) + model.n_layers * model.layer_scale
+    assert one + (two - one) * ((model.n_layers - dense) // kinds - 1) + more == count(model)
 
 
 def _size(counterpart: Counterpart, model: ModelConfig) -> int:

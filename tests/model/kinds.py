@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import torch
 
-from phalanx.config.model import MLA, ModelConfig, MoE, RopeScaling
+from phalanx.config.model import MLA, ModelConfig, MoE, RopeScaling, WideHeads
 from phalanx.model.seeding import initialise
 from phalanx.model.transformer import Transformer
 
@@ -87,6 +87,19 @@ ATTENTION_KINDS: dict[str, ModelConfig] = {
         window_rope_theta=100.0,
         rope_scaling=RopeScaling(kind="linear", factor=8.0),
     ),
+    "gemma 4": replace(
+        _LLAMA,
+        n_layers=3,
+        window=4,
+        full_every=3,
+        wide=WideHeads(16, 1),
+        values_are_keys=True,
+        v_norm=True,
+        qk_norm="head",
+        attention_scale=1.0,
+        rotary_pairs=0.25,
+        window_rope_theta=100.0,
+    ),
     "qwen 3": replace(_LLAMA, qk_norm="head", n_kv_heads=1),
     "olmo 2": replace(_LLAMA, qk_norm="width", rope_theta=500.0),
     "gpt-neox": replace(
@@ -120,6 +133,12 @@ STRUCTURE_KINDS: dict[str, ModelConfig] = {
     ),
     "parallel block": replace(
         _LLAMA, norm="layernorm", bias=True, n_kv_heads=0, parallel_block=True, activation="gelu"
+    ),
+    "norms of shared and routed experts": replace(
+        _LLAMA,
+        norm_place="both",
+        layer_scale=True,
+        moe=MoE(n_experts=4, top_k=2, d_ff=16, n_shared=2, own_norms=True),
     ),
     "clamped experts": replace(
         _LLAMA,

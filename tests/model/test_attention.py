@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, _cur_sdpa_kernel_backends
 
 from model.kinds import ATTENTION_KINDS, KINDS, MOE_AND_MLA, build, tokens
+from phalanx.blocks.kinds import block_kinds, model_for
 from phalanx.blocks.parameters import parameter_shapes
 from phalanx.config.model import ModelConfig, RopeScaling
 from phalanx.model import attention_blocks, documents
@@ -236,18 +237,23 @@ def naive_attention(
     model: ModelConfig, layer: int, weights: dict[str, Tensor], x: Tensor, rows: Tensor | None
 ) -> Tensor:
     """One layer's attention by its definition: token by token, head by head, (batch, seq, d_model) to the same."""
-    size, group = model.head_size, model.n_heads // model.kv_heads
     window = model.window if (layer + 1) % (model.full_every or model.n_layers + 1) else 0
+    wide = bool(model.wide.head_dim and not window)
+    if wide:
+        model = replace(model, head_dim=model.wide.head_dim, n_kv_heads=model.wide.n_kv_heads)
+    size, group = model.head_size, model.n_heads // model.kv_heads
 
     def project(name: str) -> Tensor:
         return x @ weights[f"{name}.weight"].T + weights.get(f"{name}.bias", torch.zeros(1, dtype=x.dtype))
 
-    q, k, v = (project(name) for name in ("wq", "wk", "wv"))
+    q, k, v = (project(name) for name in ("wq", "wk", "wk" if wide and model.values_are_keys else "wv"))
     if model.qk_norm == "width":
         q, k = (normed(x, weights, name, model) for x, name in ((q, "q_norm"), (k, "k_norm")))
     q, k, v = (heads.unflatten(-1, (-1, size)) for heads in (q, k, v))
     if model.qk_norm == "head":
         q, k = (normed(x, weights, name, model) for x, name in ((q, "q_norm"), (k, "k_norm")))
+    if model.v_norm:
+        v = v / (v.square().mean(-1, keepdim=True) + model.norm_eps).sqrt()
     q, k = turned(q, model, window), turned(k, model, window)
     out = torch.zeros_like(q)
     for b in range(x.shape[0]):
@@ -289,6 +295,8 @@ def turned(x: Tensor, model: ModelConfig, window: int) -> Tensor:
             magnitude = scaling.magnitude or 0.1 * math.log(scaling.factor) + 1
         if scaling.kind == "linear" and not plain:
             frequency /= scaling.factor
+        if pair >= int(model.rotary_pairs * size / 2) and not plain:
+            frequency = 0.0
         z = torch.complex(x[..., pair], x[..., pair + size // 2])
         angle = torch.arange(x.shape[1], dtype=x.dtype) * frequency
         z = z * magnitude * torch.polar(torch.ones_like(angle), angle)[:, None]
@@ -314,9 +322,10 @@ def yarn(pair: int, size: int, theta: float, scaling: RopeScaling) -> float:
 def layers_of(transformer: Transformer, x: Tensor, rows: Tensor | None) -> list[Tensor]:
     """The attention of every layer, each of the same input."""
     positions, found = torch.arange(x.shape[1]), []
-    plain, windowed = (transformer.rotary(positions, x.dtype, windowed=windowed) for windowed in (False, True))
     for layer, block in transformer.blocks.items():
-        rotary = windowed if transformer.config.window_of(int(layer)) else plain
+        windowed = transformer.config.window_of(int(layer)) > 0
+        own = model_for(transformer.config, block_kinds(transformer.config)[int(layer)].attention)
+        rotary = transformer.rotary(positions, x.dtype, windowed=windowed, config=own)
         found.append(block.attn(x, rotary, None, None, None if rows is None else Documents(rows)))
     return found
 

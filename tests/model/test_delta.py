@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterator
 from dataclasses import replace
+from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -10,9 +14,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from phalanx.config.model import DeltaNet, ModelConfig
+from phalanx.model import recurrent
 from phalanx.model.cache import Cache
 from phalanx.model.documents import Documents
-from phalanx.model.recurrent import convolved, delta_rule
+from phalanx.model.recurrent import convolved, delta_rule, kernel_text, load_kernel, mix
 from phalanx.model.seeding import initialise
 from phalanx.model.transformer import Transformer
 
@@ -104,3 +109,85 @@ def test_rates_and_steps_are_spread_over_the_heads() -> None:
     torch.testing.assert_close(attention.decay.exp(), torch.tensor([1.0, 6.0, 11.0, 16.0]))
     steps = torch.tensor([0.1, 0.1 * 0.01 ** (1 / 3), 0.1 * 0.01 ** (2 / 3), 0.001])
     torch.testing.assert_close(F.softplus(attention.dt_bias), steps)
+
+
+CALLS: list[dict[str, Any]] = []
+
+
+def fake_kernel(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, *, scale: float, **options: Any
+) -> tuple[Tensor, None]:
+    """What fla-core 0.6 computes with these arguments, by the recurrence in fp32: tokens before heads, and documents
+    as one sequence."""
+    CALLS.append({"shape": tuple(q.shape), "dtype": q.dtype, "g": g.dtype, **options})
+    assert options.pop("use_qk_l2norm_in_kernel") is True
+    bounds, on_cpu = (options.pop(name, None) for name in ("cu_seqlens", "cu_seqlens_cpu"))
+    assert not options
+    assert (bounds is None) == (on_cpu is None)
+    q, k = (x.float() * (x.float().square().sum(-1, keepdim=True) + 1e-6).rsqrt() for x in (q, k))
+    heads = [x.float().transpose(1, 2) for x in (q * scale, k, v, g, beta)]
+    if bounds is None:
+        return by_recurrence(*heads).transpose(1, 2).to(v.dtype), None
+    assert len(v) == 1
+    assert bounds.dtype == torch.int64
+    lengths = bounds.diff().tolist()
+    parts = zip(*(x.split(lengths, 2) for x in heads), strict=True)
+    return torch.cat([by_recurrence(*part) for part in parts], 2).transpose(1, 2).to(v.dtype), None
+
+
+@pytest.fixture
+def fla(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A module in the place of fla-core's, on this device."""
+    module = ModuleType("fla.ops.gated_delta_rule")
+    vars(module)["chunk_gated_delta_rule"] = fake_kernel
+    for name, each in {"fla": ModuleType("fla"), "fla.ops": ModuleType("fla.ops"), module.__name__: module}.items():
+        monkeypatch.setitem(sys.modules, name, each)
+    monkeypatch.setattr(recurrent, "KERNEL_DEVICES", ("cpu",))
+    monkeypatch.setattr(recurrent.metadata, "version", lambda _: "0.6.0")
+    load_kernel.cache_clear()
+    CALLS.clear()
+    yield
+    load_kernel.cache_clear()
+
+
+def mixed(documents: Documents | None, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    """The outputs of 4 heads on 2 key heads, and the gradients of all inputs."""
+    generator = torch.Generator().manual_seed(3)
+    shapes = (2, 2, 21, 8), (2, 4, 21, 7), (2, 4, 3), (2, 4, 3), (4, 5, 3), (4,), (4,)
+    keys, values, *taps, decay, steps = (
+        torch.randn(shape, generator=generator).to(dtype).requires_grad_() for shape in shapes
+    )
+    o = mix(keys, values, (*taps, decay, steps), documents)
+    inputs = keys, values, *taps, decay, steps
+    return o, *torch.autograd.grad(o.float().square().sum(), inputs)
+
+
+@pytest.mark.parametrize("in_documents", [False, True])
+def test_the_kernel_gets_what_it_takes_where_it_is_installed(
+    monkeypatch: pytest.MonkeyPatch, fla: None, in_documents: bool
+) -> None:
+    documents = Documents(torch.tensor([[0] * 3 + [1] * 18, [2] * 12 + [3] * 9])) if in_documents else None
+    found = mixed(documents, torch.bfloat16)
+    (call,) = CALLS
+    assert call["shape"] == ((1, 42, 4, 4) if in_documents else (2, 21, 4, 4))
+    assert (call["dtype"], call["g"]) == (torch.bfloat16, torch.float32)
+    if in_documents:
+        assert call["cu_seqlens"].tolist() == [0, 3, 21, 33, 42]
+    monkeypatch.setattr(recurrent, "KERNEL_DEVICES", ())
+    for one, other in zip(found, mixed(documents, torch.bfloat16), strict=True):
+        assert (one - other).float().norm() <= 0.03 * other.float().norm()
+    assert len(CALLS) == 1
+
+
+def test_what_computes_is_said(monkeypatch: pytest.MonkeyPatch, fla: None) -> None:
+    here = torch.device("cpu")
+    assert kernel_text(here, torch.bfloat16, 128) == "kernels of fla-core 0.6.0"
+    assert kernel_text(here, torch.float32, 128) == "plain torch (cpu, float32, keys of 128)"
+    assert kernel_text(here, torch.bfloat16, 512) == "plain torch (cpu, bfloat16, keys of 512)"
+    mixed(None, torch.float32)
+    assert not CALLS
+    monkeypatch.setitem(sys.modules, "fla.ops.gated_delta_rule", None)
+    load_kernel.cache_clear()
+    assert "phalanx[fla] has the kernels" in kernel_text(here, torch.bfloat16, 128)
+    mixed(None, torch.bfloat16)
+    assert not CALLS

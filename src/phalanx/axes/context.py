@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterator
 
 from phalanx.axes.axis import AxisEntry
-from phalanx.blocks.kinds import ATTENTION, block_kinds
+from phalanx.blocks.kinds import ATTENTION, attention_models, block_kinds
 from phalanx.config.job import Job
 from phalanx.config.layout import Layout
 from phalanx.config.model import ModelConfig
@@ -94,8 +94,8 @@ def _exchanges(layout: Layout, model: ModelConfig) -> bool:
     if model.n_heads % layout.tp:
         return True
     heads = model.n_heads // layout.tp
-    keys = heads if model.mla.kv_rank else max(1, model.kv_heads // layout.tp)
-    return heads % ranks == 0 and (keys % ranks == 0 or ranks % keys == 0)
+    every = (heads if own.mla.kv_rank else max(1, own.kv_heads // layout.tp) for own in attention_models(model))
+    return heads % ranks == 0 and all(keys % ranks == 0 or ranks % keys == 0 for keys in every)
 
 
 def _ulysses(layout: Layout, model: ModelConfig) -> Iterator[Problem]:
@@ -108,9 +108,10 @@ def _ulysses(layout: Layout, model: ModelConfig) -> Iterator[Problem]:
     elif model.n_heads % (layout.tp * ranks):
         equation = f"n_heads {model.n_heads} / (tp {layout.tp} × cp_ulysses {ranks}) is not an integer"
     else:
-        keys = max(1, model.kv_heads // layout.tp)
+        kv_heads = min(own.kv_heads for own in attention_models(model))
+        keys = max(1, kv_heads // layout.tp)
         equation = (
-            f"n_kv_heads {model.kv_heads}, {keys} on each of tp {layout.tp}, neither divide by cp_ulysses {ranks} nor "
+            f"n_kv_heads {kv_heads}, {keys} on each of tp {layout.tp}, neither divide by cp_ulysses {ranks} nor "
             "divide it"
         )
     legal = [

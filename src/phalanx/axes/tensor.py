@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from functools import lru_cache
 
 from phalanx.axes.axis import AxisEntry
-from phalanx.blocks.kinds import FEED_FORWARD, block_kinds
+from phalanx.blocks.kinds import FEED_FORWARD, attention_models, block_kinds
 from phalanx.blocks.parameters import block_weights
 from phalanx.config.job import Job
 from phalanx.config.layout import Layout
@@ -46,17 +46,18 @@ def _heads_and_widths(layout: Layout, model: ModelConfig) -> Iterator[Problem]:
     for width, name in _widths(layout, model):
         if width % layout.tp:
             yield _divided_by_tp(f"{name} {width}", width, layout.tp, "model.d_ff" if width == model.d_ff else "")
-    kv_heads = model.n_heads if model.mla.kv_rank else model.kv_heads
-    if model.n_heads % layout.tp == 0 and kv_heads % layout.tp and layout.tp % kv_heads:
-        legal = [tp for tp in divisors(model.n_heads) if kv_heads % tp == 0 or tp % kv_heads == 0]
-        yield (
-            "layout.tp",
-            Misfit(
-                f"tp {layout.tp} neither divides the n_kv_heads {kv_heads} nor is a multiple of them",
-                layout.tp,
-                {"layout.tp": legal, "model.n_kv_heads": divisors(model.n_heads)},
-            ),
-        )
+    every = {own.n_heads if own.mla.kv_rank else own.kv_heads for own in attention_models(model)}
+    for kv_heads in sorted(every):
+        if model.n_heads % layout.tp == 0 and kv_heads % layout.tp and layout.tp % kv_heads:
+            legal = [tp for tp in divisors(model.n_heads) if all(n % tp == 0 or tp % n == 0 for n in every)]
+            yield (
+                "layout.tp",
+                Misfit(
+                    f"tp {layout.tp} neither divides the n_kv_heads {kv_heads} nor is a multiple of them",
+                    layout.tp,
+                    {"layout.tp": legal, "model.n_kv_heads": divisors(model.n_heads)},
+                ),
+            )
 
 
 def _weights(layout: Layout, model: ModelConfig) -> Iterator[Problem]:

@@ -167,7 +167,7 @@ def attention(place: Place) -> Iterator[Operator]:
         (
             *linear_weights("attn.wq", queries, model.d_model, bias, TILED_ROWS),
             *linear_weights("attn.wk", keys, model.d_model, bias, heads),
-            *linear_weights("attn.wv", keys, model.d_model, bias, heads),
+            *(() if model.values_are_keys else linear_weights("attn.wv", keys, model.d_model, bias, heads)),
         ),
         place.tokens,
         saved=(
@@ -177,7 +177,7 @@ def attention(place: Place) -> Iterator[Operator]:
             SavedTensor("queries", queries * width, "width", cheap=queries * width * again),
             SavedTensor(
                 *("keys, values", 2 * spread * width, "width"),
-                cheap=spread * width * (again and place.slices == 1),
+                cheap=spread * width * ((again + (model.v_norm and place.ulysses == 1)) if place.slices == 1 else 0),
                 across=True,
             ),
             *_of_all_slices(place, 2 * spread * width, 2 * queries * width),
@@ -187,6 +187,8 @@ def attention(place: Place) -> Iterator[Operator]:
     )
     if normed:
         yield _query_key_norm(place)
+    if model.v_norm:
+        yield _value_norm(place, shared=model.values_are_keys and normed)
     yield _core(place, max(1, model.kv_heads // place.tp), turns_again=normed and model.qk_norm != "width")
     yield _output(place)
 
@@ -409,6 +411,18 @@ def _query_key_norm(place: Place) -> Operator:
         memory_bound=(MemoryBound("qk_norm", 2 * numbers, 3 * numbers, kernels, 2, cheap=not (wide and place.tp > 1)),),
         saved=(SavedTensor("qk_norm", saved, "width", cheap=saved - (queries + spread) * place.width),),
         messages=(sums,) if wide else (),
+    )
+
+
+def _value_norm(place: Place, *, shared: bool) -> Operator:
+    """Returns the norm of values, which has no weights. It saves what it reads, unless that is `shared` with the norm
+    of keys, which counts it."""
+    numbers = max(place.model.kv_heads, place.tp) * place.model.head_size
+    moved, kernels = place.tokens * numbers // place.tp, norm_kernels(place.model)
+    return Operator(
+        "v_norm",
+        memory_bound=(MemoryBound("v_norm", 2 * moved, 3 * moved, kernels, cheap=True),),
+        saved=() if shared else (SavedTensor("v_norm", numbers * place.width, "width"),),
     )
 
 

@@ -168,8 +168,12 @@ def experts(place: Place) -> Iterator[Operator]:
         else (SavedTensor("combine", rows * inside.model.d_model * width, spread),)
     )
     work = MemoryBound("combine", row + token, 3 * row)
-    onto = () if place.folds else leave(place, again=needs_sum(model))
-    yield _moving(place, work, rows, *combined).sending(*onto)
+    # With norms of their own routed and shared outputs are summed side by side.
+    sums = (
+        message._replace(elements=message.elements * (1 + moe.own_norms))
+        for message in (() if place.folds else leave(place, again=needs_sum(model)))
+    )
+    yield _moving(place, work, rows, *combined).sending(*sums)
     if moe.latent:
         yield _latent(place, "latent_up", model.d_model, moe.latent, spread)
     if moe.n_shared:
@@ -225,11 +229,16 @@ def routed_rows(place: Place) -> int:
 
 def _router(place: Place, spread: Spread) -> Operator:
     model, moe = place.model, place.model.moe
-    weights = [Weight("moe.router.weight", (moe.n_experts, model.d_model), gradient="partial")]
+    ones = Weight("", (model.d_model,), gradient="partial", initial="ones")
+    weights = [ones._replace(name=f"moe.{part}_scale") for part in ("expert", "shared") if moe.own_norms]
+    weights.append(Weight("moe.router.weight", (moe.n_experts, model.d_model), gradient="partial"))
     if moe.bias_balanced:
         weights.append(Weight("moe.router.bias", (moe.n_experts,), gradient="whole"))
     if moe.router_bias:
         weights.append(Weight("moe.router.logit_bias", (moe.n_experts,), gradient="partial"))
+    if moe.own_norms:
+        weights.append(ones._replace(name="moe.router.input_scale"))
+        weights.append(ones._replace(name="moe.router.gate_scale", shape=(moe.n_experts,)))
     tokens = place.tokens // place.routed_share
     routed = 8 * tokens * moe.n_experts
     # Shared experts read the same input.
@@ -243,13 +252,20 @@ def _router(place: Place, spread: Spread) -> Operator:
     cheap = read * model.norms_inputs if place.folds else place.repeats_input(read, regathered=False)
     gates = moe.top_k * (INDEX + (WIDE if moe.renormalise else 0)) + (2 * WIDE if moe.renormalise else 0)
     gates += moe.top_k * place.width  # as they multiply the experts' outputs
+    gates += 2 * moe.top_k * WIDE * moe.own_norms
+    # What each of three scales wrote, in place of what the first reads.
+    scaled = 2 * place.hidden / place.routed_share
     return Operator(
         "router",
         tuple(weights),
         tokens,
         sixteen=True,
-        memory_bound=(MemoryBound("route", routed, routed, ROUTE_KERNELS),),
+        memory_bound=(
+            MemoryBound("route", routed, routed, ROUTE_KERNELS),
+            *([MemoryBound("scale", 3 * scaled, 6 * scaled, 3)] if moe.own_norms else []),
+        ),
         saved=(
+            *([SavedTensor("scaled", 2 * model.d_model * place.width, spread)] if moe.own_norms else []),
             SavedTensor("router", read, spread, cheap=cheap),
             SavedTensor("scores", moe.n_experts * WIDE * (2 if moe.z_loss else 1), spread),
             SavedTensor("gates", gates, spread),

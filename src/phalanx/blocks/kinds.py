@@ -6,15 +6,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import repeat
 from typing import NamedTuple
 
 from phalanx.blocks.attention import attention, latent_attention
 from phalanx.blocks.feed_forward import dense, experts
 from phalanx.blocks.operator import Half, Operator, Place
 from phalanx.blocks.recurrent import delta_net, mamba
-from phalanx.blocks.residual import adapted, joined, norm, predicted, residual, sum_of_halves
+from phalanx.blocks.residual import adapted, joined, norm, own_norms, predicted, rescaled, residual, sum_of_halves
 from phalanx.blocks.sparse import gated_attention, sparse_attention
-from phalanx.config.model import MLA, DeltaNet, Mamba, ModelConfig, MoE, SparseAttention, window_within
+from phalanx.config.model import MLA, DeltaNet, Mamba, ModelConfig, MoE, SparseAttention, WideHeads, window_within
 from phalanx.facts import Lazy, stated
 from phalanx.nearest import Misfit, did_you_mean, divisors, multiples
 from phalanx.registry import Registry, package_code
@@ -114,6 +115,7 @@ NEEDS = {
     "sparse.top_k": {"sparse": SparseAttention(top_k=8, index_heads=2, index_head_dim=4)},
     "delta.n_heads": {"delta": DeltaNet(n_heads=4, key_heads=2, key_head_dim=4, head_dim=4)},
     "mamba.n_heads": {"mamba": Mamba(n_heads=4, head_dim=4, groups=2, state=4, chunk=8)},
+    "wide.head_dim": {"wide": WideHeads(8, 1)},
     "moe.n_experts": {"moe": MoE(n_experts=4)},
 }
 """Fields that switch a part of a model on, and a small value of that part."""
@@ -196,11 +198,25 @@ def expert_problems(model: ModelConfig) -> Iterator[tuple[str, str]]:
             "experts with biases return something for inputs of zeros, as dropped choices have; nearest legal: "
             "bias=false, or scale_inputs=false",
         )
+    if moe.own_norms:
+        yield from _own_norms(model)
     if moe.bias_balanced and not moe.bias_rate:
         yield "model.moe.bias_rate", f"must be above 0 with bias_balanced, is {moe.bias_rate}"
     if moe.n_dense_layers > n_layers:
         yield "model.moe.n_dense_layers", f"is {moe.n_dense_layers}, more than the model's n_layers {n_layers}"
     yield from _groups(moe)
+
+
+def _own_norms(model: ModelConfig) -> Iterator[tuple[str, str]]:
+    needed = {
+        "norm is rmsnorm": model.norm == "rmsnorm",
+        "norm_place is both": model.norm_place == "both",
+        "moe.n_shared is above 0": model.moe.n_shared > 0,
+        "moe.scale_inputs is false": not model.moe.scale_inputs,
+        "moe.latent is 0": not model.moe.latent,
+    }
+    if wrong := [text for text, holds in needed.items() if not holds]:
+        yield "model.moe.own_norms", f"needs that {', '.join(wrong)}; nearest legal: that, or own_norms=false"
 
 
 def _groups(moe: MoE) -> Iterator[tuple[str, str]]:
@@ -321,6 +337,11 @@ def smaller_deltas(model: ModelConfig, small: ModelConfig, max_ranks: int) -> Mo
     return replace(small, delta=DeltaNet(heads, keys, size, own, delta.conv))
 
 
+def smaller_wide_heads(model: ModelConfig, small: ModelConfig, max_ranks: int) -> ModelConfig:
+    """Returns `small` with wide heads twice as wide as its others."""
+    return replace(small, wide=replace(model.wide, head_dim=min(model.wide.head_dim, 2 * small.head_size)))
+
+
 def nothing(place: Place) -> Iterator[Operator]:
     """Yields no operator: a block without this half has one norm and one sum onto the residual stream."""
     yield from ()
@@ -346,6 +367,16 @@ ATTENTION: Registry[AttentionKind] = Registry(
             module="phalanx.model.attention:Attention",
             connection=Connection(reads=("wq", "wk", "wv"), writes=("wo",)),
             cores=("core",),
+        ),
+        "wide_heads": AttentionKind(
+            title="the same with heads of another size",
+            source="Google DeepMind 2026, Gemma 4",
+            operators=attention,
+            module="phalanx.model.attention:Attention",
+            connection=Connection(reads=("wq", "wk", "wv"), writes=("wo",)),
+            cores=("core",),
+            needs=("wide.head_dim",),
+            shrink=smaller_wide_heads,
         ),
         "latent": AttentionKind(
             title="multi-head latent attention",
@@ -480,6 +511,8 @@ def chosen_kinds(model: ModelConfig, half: Half) -> tuple[str, ...]:
     if half == "attention":
         if model.sparse.top_k > 0:
             return ("sparse",)
+        if model.wide.head_dim and not model.mla.kv_rank:
+            return model.heads_by_window
         return ("latent",) if model.mla.kv_rank else ("heads",)
     return ("experts",) if model.moe.n_experts else ("dense",)
 
@@ -487,10 +520,15 @@ def chosen_kinds(model: ModelConfig, half: Half) -> tuple[str, ...]:
 @lru_cache(maxsize=1024)
 def model_for(model: ModelConfig, attention: str) -> ModelConfig:
     """Returns the model as layers of a kind of attention see it. The sizes of heads belong to the kind: those of latent
-    attention count in layers alone whose kind needs them."""
-    if not model.mla.kv_rank or "mla.kv_rank" in ATTENTION[attention].needs:
+    attention, and wide ones, count in layers alone whose kind needs them."""
+    needs, wide = ATTENTION[attention].needs, model.wide
+    if model.mla.kv_rank and "mla.kv_rank" not in needs:
+        model = replace(model, mla=MLA())
+    if not wide.head_dim:
         return model
-    return replace(model, mla=MLA())
+    if "wide.head_dim" not in needs:
+        return replace(model, wide=WideHeads(), values_are_keys=False)
+    return replace(model, wide=WideHeads(), head_dim=wide.head_dim, n_kv_heads=wide.n_kv_heads or model.kv_heads)
 
 
 def attention_models(model: ModelConfig) -> tuple[ModelConfig, ...]:
@@ -560,7 +598,8 @@ def half_block(place: Place, kind: BlockKind, half: Half) -> tuple[Operator, ...
     # Feed-forward layers do not depend on which context ranks form a ring.
     place = place._replace(ring=place.cp, ulysses=1, ring_rank=None, exchange=exchange)
     after = tuple(predicted(place._replace(exchange="both"))) if kind.predicts else ()
-    return _feed_forward_half(place, kind.feed_forward, is_first) + after
+    scaled = tuple(rescaled(place)) if place.model.layer_scale else ()
+    return _feed_forward_half(place, kind.feed_forward, is_first) + after + scaled
 
 
 @lru_cache(maxsize=1024)
@@ -578,7 +617,10 @@ def _attention_half(place: Place, attention: str) -> tuple[Operator, ...]:
 
 @lru_cache(maxsize=20_000)
 def _feed_forward_half(place: Place, feed_forward: str, is_first: bool) -> tuple[Operator, ...]:
-    half = _between_norms(place, "mlp", FEED_FORWARD[feed_forward].operators(place), first=is_first)
+    kind = FEED_FORWARD[feed_forward]
+    half = _between_norms(place, "mlp", kind.operators(place), first=is_first)
+    if kind.routed and place.model.moe.own_norms:
+        half = map(own_norms, repeat(place), half)
     return tuple(adapted(place, "feed_forward", half))
 
 

@@ -10,7 +10,6 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from functools import lru_cache
 from math import prod
-from types import MappingProxyType
 from typing import Literal
 
 from phalanx.blocks.kinds import BlockKind, block, block_kinds
@@ -55,12 +54,11 @@ def weights(model: ModelConfig, vocab_size: int | None = None) -> Iterator[Weigh
 
 
 @lru_cache(maxsize=256)
-def _by_name(model: ModelConfig) -> Mapping[str, Weight]:
-    """Returns every weight by its name within its block, or within the model."""
-    every = [*embedding_weights(model, 1), *head_weights(model, 1)]
-    for kind in dict.fromkeys(block_kinds(model)):
-        every += block_weights(model, kind)
-    return MappingProxyType({weight.name: weight for weight in every})
+def _by_name(model: ModelConfig) -> Mapping[str, Mapping[str, Weight]]:
+    """Returns every weight by its name within its block, by layer, and of no layer by its name within the model."""
+    kinds, ends = block_kinds(model), (*embedding_weights(model, 1), *head_weights(model, 1))
+    named = {kind: {weight.name: weight for weight in block_weights(model, kind)} for kind in dict.fromkeys(kinds)}
+    return {"": {weight.name: weight for weight in ends}} | {str(n): named[kind] for n, kind in enumerate(kinds)}
 
 
 @lru_cache(maxsize=1024)
@@ -82,7 +80,8 @@ def weight_of(model: ModelConfig, name: str) -> Weight:
     """Returns how ranks divide the parameter `name`, such as "blocks.3.attn.wq.weight". Raises KeyError for a name that
     the model does not have."""
     parts = name.split(".", 2)
-    return _by_name(model)[parts[2] if parts[0] == "blocks" else name]
+    layer, inner = parts[1:] if parts[0] == "blocks" else ("", name)
+    return _by_name(model)[layer][inner]
 
 
 def parameter_shapes(model: ModelConfig, vocab_size: int | None = None) -> Shapes:

@@ -170,6 +170,21 @@ def norm(place: Place, name: str, *, first: bool = False) -> Operator:
     )
 
 
+def own_norms(place: Place, operator: Operator) -> Operator:
+    """Returns an operator of a half whose routed and shared experts have norms of their own (model.moe.own_norms): the
+    norm before them has no weights, and after them come three."""
+    width = place.model.d_model
+    if operator.name == "mlp_norm":
+        saved = (SavedTensor("mlp_norm", width * place.width, "tokens"),)
+        return replace(operator, weights=(), saved=saved if operator.saved else ())
+    if operator.name != "mlp_post_norm":
+        return operator
+    three = [norm(place, f"mlp_post_norm.{part}") for part in ("routed", "shared", "both")]
+    joined = tuple(weight._replace(initial="ones") for one in three for weight in one.weights)
+    work, saved = (tuple(each for one in three for each in getattr(one, part)) for part in ("memory_bound", "saved"))
+    return replace(operator, weights=joined, memory_bound=work, saved=saved)
+
+
 def residual(place: Place, name: str) -> Operator:
     """Returns the sum at the end of a half of a block: it reads two tensors and writes one. Dropout reads and writes a
     mask of one byte per element."""
@@ -365,6 +380,13 @@ def predicted(place: Place) -> Iterator[Operator]:
             saved = (SavedTensor("predict_norm", size, "tokens", cheap=size - read),)
         messages = tuple(message._replace(full=0) for message in operator.messages)
         yield replace(operator, name=f"predict {operator.name}", weights=weights, messages=messages, saved=saved)
+
+
+def rescaled(place: Place) -> Iterator[Operator]:
+    """Yields the product of a block's output with its own number (model.layer_scale)."""
+    numbers = 2 * place.hidden / place.token_share
+    weight = Weight("rescale.weight", (1,), initial="ones", frozen=True)
+    yield Operator("rescale", (weight,), memory_bound=(MemoryBound("rescale", numbers, numbers),))
 
 
 def boundary(place: Place) -> Message:

@@ -108,9 +108,9 @@ CONDITIONS: dict[str, Condition] = {
     **{path: _LATENT for path in leaves() if path.startswith("model.mla.") and path != "model.mla.kv_rank"},
     **{
         path: _used_by(kind)
-        for kind in ("sparse", "delta", "mamba")
+        for kind in ("sparse", "delta", "mamba", "wide_heads")
         for path in leaves()
-        if path.startswith(f"model.{kind}.")
+        if path.startswith(f"model.{kind.removesuffix('_heads')}.")
     },
     "model.moe.shared_gate": above("model.moe.n_shared", what="shared experts: "),
     "model.rope_scaling.kind": _SCALED,
@@ -133,6 +133,7 @@ CONDITIONS: dict[str, Condition] = {
     "model.rope_scaling.factor": _ROTARY,
     "model.rope_theta": _ROTARY,
     "model.rotary_fraction": _ROTARY,
+    "model.rotary_pairs": _ROTARY,
     "model.nope_every": _ROTARY,
     "model.window_kind": above("model.window"),
     **{f"model.query_growth.{name}": above("model.query_growth.rate") for name in ("length", "first")},

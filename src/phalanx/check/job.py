@@ -250,18 +250,11 @@ def _model(model: ModelConfig) -> Iterator[Problem]:
                 " (or set head_dim)",
             ),
         )
-    if model.n_heads % model.kv_heads:
-        yield (
-            "model.n_kv_heads",
-            Misfit(
-                f"n_heads {model.n_heads} / n_kv_heads {model.kv_heads} is not an integer",
-                model.kv_heads,
-                {
-                    "model.n_kv_heads": divisors(model.n_heads),
-                    "model.n_heads": multiples(model.kv_heads, model.n_heads),
-                },
-            ),
-        )
+    for path, keys in (("model.n_kv_heads", model.kv_heads), ("model.wide.n_kv_heads", model.wide.n_kv_heads or 1)):
+        if model.n_heads % keys:
+            legal = {path: divisors(model.n_heads), "model.n_heads": multiples(keys, model.n_heads)}
+            name = path.removeprefix("model.")
+            yield path, Misfit(f"n_heads {model.n_heads} / {name} {keys} is not an integer", keys, legal)
     yield from model_problems(model)
 
 

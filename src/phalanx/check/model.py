@@ -31,7 +31,7 @@ AT_MOST: list[tuple[int, str, list[str]]] = [
         1 << 20,
         "forty times the widest published transformer, 25,600 (Megatron-LM's 1T)",
         [
-            *(f"model.{name}" for name in ("d_model", "d_ff", "head_dim", "moe.d_ff")),
+            *(f"model.{name}" for name in ("d_model", "d_ff", "head_dim", "moe.d_ff", "wide.head_dim")),
             *(f"model.mla.{name}" for name in ("q_rank", "kv_rank", "rope_head_dim", "nope_head_dim", "v_head_dim")),
             *("model.lora.rank", "model.moe.latent", "model.sparse.index_head_dim"),
             *("model.delta.key_head_dim", "model.delta.head_dim", "model.mamba.head_dim", "model.mamba.state"),
@@ -42,7 +42,7 @@ AT_MOST: list[tuple[int, str, list[str]]] = [
         1 << 14,
         "a hundred times the heads of the widest published transformer, 160",
         [
-            *("model.n_heads", "model.n_kv_heads", "model.sparse.index_heads"),
+            *("model.n_heads", "model.n_kv_heads", "model.wide.n_kv_heads", "model.sparse.index_heads"),
             *("model.delta.n_heads", "model.delta.key_heads", "model.mamba.n_heads", "model.mamba.groups"),
         ],
     ),
@@ -290,9 +290,11 @@ def _kinds(model: ModelConfig, half: Half) -> Iterator[tuple[str, str]]:
 
 def _rotary(model: ModelConfig) -> Iterator[tuple[str, str]]:
     """Yields the problems of rotary positions, except those of latent attention's own size."""
-    for own in attention_models(model):
-        yield from _rotary_size(own)
     scaling = model.rope_scaling
+    for own in attention_models(model):
+        yield from _rotary_size(own, "model.head_dim" if own.head_dim == model.head_dim else "model.wide.head_dim")
+        if scaling.kind == "longrope" and scaling.factor > 1:
+            yield from _longrope(own)
     if scaling.kind == "yarn" and scaling.factor > 1 and scaling.beta_fast < scaling.beta_slow:
         yield (
             "model.rope_scaling.beta_fast",
@@ -305,17 +307,6 @@ def _rotary(model: ModelConfig) -> Iterator[tuple[str, str]]:
             f"must be at most high_freq_factor {scaling.high_freq_factor:g}, is {scaling.low_freq_factor:g}; nearest "
             f"legal: {scaling.high_freq_factor:g}",
         )
-    if scaling.kind == "longrope" and scaling.factor > 1:
-        pairs = model.rotary_size // 2
-        for name in ("short", "long"):
-            divisors = getattr(scaling, name)
-            if len(divisors) != pairs or min(divisors) <= 0:
-                yield (
-                    f"model.rope_scaling.{name}",
-                    f"must have a number above 0 for each of {pairs} pairs of a head, has {len(divisors)} numbers",
-                )
-        if scaling.original_seq_len < 2:
-            yield "model.rope_scaling.original_seq_len", "must be at least 2 with longrope, is 1"
     if scaling.kind == "yarn" and scaling.factor > 1 and model.rope_theta <= 1:
         yield (
             "model.rope_theta",
@@ -323,17 +314,30 @@ def _rotary(model: ModelConfig) -> Iterator[tuple[str, str]]:
         )
 
 
-def _rotary_size(model: ModelConfig) -> Iterator[tuple[str, str]]:
+def _longrope(model: ModelConfig) -> Iterator[tuple[str, str]]:
+    scaling, pairs = model.rope_scaling, model.rotary_size // 2
+    for name in ("short", "long"):
+        divisors = getattr(scaling, name)
+        if len(divisors) != pairs or min(divisors) <= 0:
+            yield (
+                f"model.rope_scaling.{name}",
+                f"must have a number above 0 for each of {pairs} pairs of a head, has {len(divisors)} numbers",
+            )
+    if scaling.original_seq_len < 2:
+        yield "model.rope_scaling.original_seq_len", "must be at least 2 with longrope, is 1"
+
+
+def _rotary_size(model: ModelConfig, path: str) -> Iterator[tuple[str, str]]:
     size, head = model.rotary_size, model.head_size
     if not model.mla.kv_rank and (size % 2 or not size):
         if model.rotary_fraction == 1:
             yield (
-                "model.head_dim",
+                path,
                 Misfit(
                     f"rotary positions turn pairs: head_size must be even, is {head}",
                     head,
                     {
-                        "model.head_dim": range(max(2, head - 1), head + 2, 2),
+                        path: range(max(2, head - 1), head + 2, 2),
                         "model.n_heads": divisors(model.d_model),
                         "model.d_model": multiples(2 * model.n_heads, model.d_model),
                     },
@@ -352,6 +356,14 @@ def _beside_latent_attention(model: ModelConfig) -> Iterator[tuple[str, str]]:
     """Yields the parts that latent attention does not have."""
     if model.qk_norm != "none":
         yield "model.qk_norm", f"latent attention has norms of its own, is {model.qk_norm}; nearest legal: none"
+    for name in ("v_norm", "values_are_keys"):
+        if getattr(model, name):
+            yield f"model.{name}", f"latent attention makes values from latents; nearest legal: {name}=false"
+    if model.wide.head_dim and not model.attention:
+        yield (
+            "model.wide.head_dim",
+            f"latent attention has sizes of its own, is {model.wide.head_dim}; nearest legal: 0",
+        )
     if model.sinks:
         yield "model.sinks", "latent attention has no sinks; nearest legal: sinks=false"
     if model.nope_every:

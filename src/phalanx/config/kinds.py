@@ -14,21 +14,32 @@ def attention(model: ModelConfig) -> str:
         kind = f"{heads} heads"
     else:
         kind = f"grouped, {heads} heads on {model.kv_heads}"
+    wide, with_wide = model.wide, sum("wide_heads" in name for name in _attentions(model))
+    shared = f" on {wide.n_kv_heads or model.kv_heads}"
     extras = [
+        (with_wide > 0, f"{wide.head_dim} wide{shared} in {with_wide} of {model.n_layers} layers"),
+        (model.values_are_keys, "values that are keys there" if with_wide else "values that are keys"),
         (model.sinks, "sinks"),
         (model.attention_softcap > 0, f"soft cap {model.attention_softcap:g}"),
         (model.qk_norm != "none", "normalised queries and keys"),
         (model.query_growth.rate > 0, "growing queries"),
         (model.sparse.top_k > 0, f"to {model.sparse.top_k:,} keys"),
     ]
-    pattern = model.attention.split(",")
-    layers = [pattern[layer % len(pattern)] for layer in range(model.n_layers)]
+    layers = _attentions(model)
     states = [
         f"{name} in {layers.count(kind)} of {model.n_layers} layers"
         for kind, name in (("delta", "gated delta nets"), ("mamba", "Mamba-2"))
         if kind in layers
     ]
     return ", ".join([*states, kind, *(name for present, name in extras if present)])
+
+
+def _attentions(model: ModelConfig) -> list[str]:
+    """Returns the kind of attention of every layer, nothing for the usual one."""
+    pattern = model.attention.split(",")
+    if model.wide.head_dim and not model.attention:
+        pattern = list(model.heads_by_window)
+    return [pattern[layer % len(pattern)] for layer in range(model.n_layers)]
 
 
 def windows(model: ModelConfig) -> str:
@@ -70,6 +81,8 @@ def positions(model: ModelConfig) -> str:
         parts.append(f"{model.window_rope_theta:,.0f} in windows")
     if model.rotary_fraction < 1:
         parts.append(f"{model.rotary_size} of {model.head_size} elements")
+    if model.rotary_pairs < 1:
+        parts.append(f"{model.rotary_pairs:g} of the pairs")
     if model.nope_every:
         parts.append(f"none in one layer of {model.nope_every}")
     scaling = model.rope_scaling

@@ -83,6 +83,10 @@ class MoE:
     """The gates multiply what experts read, not what they return (Llama 4)."""
     shared_gate: bool = False
     """The output of the shared experts is multiplied by the sigmoid of a trained score per token (Qwen3-Next)."""
+    own_norms: bool = False
+    """Router, routed and shared experts read the normalised residual stream through weights of their own, outputs of
+    routed and of shared experts are normalised before their sum, and each expert's gates have a trained factor (Gemma
+    4)."""
     router_bias: bool = False
     """The router's logits have a trained bias per expert (gpt-oss)."""
     bias_balanced: bool = False
@@ -171,6 +175,17 @@ class Mamba:
 
 
 @dataclass(frozen=True)
+class WideHeads:
+    """Heads of another size, by default in the layers that attend to all keys (Gemma 4); head_dim 0 = none. Their kind
+    of attention is `wide_heads`."""
+
+    head_dim: Annotated[int, Interval(0), Example("512")] = 0
+    """Size of a head there; 0: all layers have model.head_dim."""
+    n_kv_heads: Annotated[int, Interval(0), Example("4")] = 0
+    """Key/value heads there; 0 means model.n_kv_heads."""
+
+
+@dataclass(frozen=True)
 class QueryGrowth:
     """Queries at position p, after their rotation, are multiplied by 1 + rate ln(1 + floor((p + first) / length)), so
     that attention stays sharp over long contexts (Nakanishi 2025, arXiv 2501.19399, as Llama 4 and Ministral 3 have
@@ -252,10 +267,10 @@ class ModelConfig(Hashed):
     """sliding: a query sees its own key and those right before it; chunks: those of its own chunk up to its own,
     chunks of `window` tokens counted from the start of a sequence or document (Llama 4)."""
     attention: Annotated[str, Example("latent")] = ""
-    """Kind of attention: heads, latent, gated_heads, delta, one that is predicted but not trained (sparse, mamba,
-    none), or one that a package adds (docs/reference/extending.md); a list such as latent,heads repeats over the
+    """Kind of attention: heads, wide_heads, latent, gated_heads, delta, one that is predicted but not trained (sparse,
+    mamba, none), or one that a package adds (docs/reference/extending.md); a list such as latent,heads repeats over the
     layers (modules of mtp have the kind of the layer before them, unless it has n_layers kinds); empty: sparse with
-    sparse.top_k, latent with mla.kv_rank, otherwise heads."""
+    sparse.top_k, latent with mla.kv_rank, otherwise heads, with wide.head_dim wide_heads in layers without a window."""
     feed_forward: Annotated[str, Example("experts")] = ""
     """Kind of feed-forward layer: dense, experts, none, or one that a package adds; a list repeats over the layers;
     empty: experts with moe.n_experts, otherwise dense."""
@@ -289,6 +304,11 @@ class ModelConfig(Hashed):
     """Normalisation of queries and keys: of each head (Qwen 3, Gemma 3), or of all heads together (OLMo 2), before
     they are rotated; unit: of each head without weights, after they are rotated, in layers where they are (Llama
     4)."""
+    v_norm: bool = False
+    """Values are normalised per head, without weights (Gemma 4)."""
+    values_are_keys: bool = False
+    """Values are the keys before their norm and rotation, without a matrix of their own; with wide.head_dim in layers
+    with wide heads alone (Gemma 4)."""
     sinks: bool = False
     """Each head's softmax has one more, trained score, which belongs to no key (gpt-oss)."""
     attention_scale: Annotated[float, Interval(0)] = 0.0
@@ -303,6 +323,8 @@ class ModelConfig(Hashed):
     """Multiplies embeddings (Granite 3, Granite Team 2024)."""
     residual_multiplier: Annotated[float, Interval(above=0), Example("0.22")] = 1.0
     """Multiplies what attention and MLP add to the residual stream (Granite 3)."""
+    layer_scale: bool = False
+    """The output of each block is multiplied by a number, 1 at first, which training leaves as it is (Gemma 4)."""
     logit_divisor: Annotated[float, Interval(above=0), Example("16")] = 1.0
     """Divides the logits of the head, before their soft cap (Granite 3)."""
     tied: bool = True
@@ -321,6 +343,9 @@ class ModelConfig(Hashed):
     rope_scaling."""
     rotary_fraction: Annotated[float, Interval(0.01, 1)] = 1.0
     """Share of a head's elements that rotary positions turn, the first ones (GPT-NeoX: 0.25; GLM-4.5: 0.5)."""
+    rotary_pairs: Annotated[float, Interval(0.01, 1), Example("0.25")] = 1.0
+    """Share of these elements' pairs that turn, those with the highest frequencies (Barbero et al. 2024, arXiv
+    2410.06205; Gemma 4: 0.25); with window_rope_theta in layers without a window alone."""
     init_std: Annotated[float, Interval(0)] = 0.02
     """Standard deviation of initial weights; residual outputs get init_std / sqrt(2 n_layers) (GPT-2, section 2.3)."""
     rope_scaling: RopeScaling = field(default_factory=RopeScaling)
@@ -330,6 +355,7 @@ class ModelConfig(Hashed):
     sparse: SparseAttention = field(default_factory=SparseAttention)
     delta: DeltaNet = field(default_factory=DeltaNet)
     mamba: Mamba = field(default_factory=Mamba)
+    wide: WideHeads = field(default_factory=WideHeads)
     lora: LoRA = field(default_factory=LoRA)
 
     @property
@@ -347,6 +373,11 @@ class ModelConfig(Hashed):
     def rotary_size(self) -> int:
         """Elements of a query/key head that rotary positions turn."""
         return self.mla.rope_head_dim if self.mla.kv_rank else int(self.head_size * self.rotary_fraction)
+
+    @property
+    def turned_pairs(self) -> int:
+        """Pairs of these elements that turn in layers without a window."""
+        return int(self.rotary_pairs * self.rotary_size // 2)
 
     @property
     def v_head_size(self) -> int:
@@ -410,6 +441,11 @@ class ModelConfig(Hashed):
             kinds = self.window_pattern.split(",")
             return 0 if kinds[layer % len(kinds)].strip() == "full" else self.window
         return 0 if self.full_every and (layer + 1) % self.full_every == 0 else self.window
+
+    @property
+    def heads_by_window(self) -> tuple[str, ...]:
+        """The kind of attention of each layer where windows decide which layers have wide heads."""
+        return tuple("heads" if self.window_of(layer) else "wide_heads" for layer in range(self.n_layers))
 
     def norms_heads(self, layer: int) -> bool:
         """Returns whether queries and keys of layer `layer` are normalised."""

@@ -74,12 +74,12 @@ def _fused_experts(room: str, order: Conversion) -> tuple[WeightLink, ...]:
     """Returns experts whose matrices of a kind are one tensor per layer, as is what joins gate and up."""
     both = tuple(f"blocks.{{}}.moe.experts.{part}.weight" for part in ("gate", "up"))
     return (
-        WeightLink(both, (f"{_LAYER}.{room}.experts.gate_up_proj",), then(order, equal_parts(2, dim=1))),
-        WeightLink(("blocks.{}.moe.experts.down.weight",), (f"{_LAYER}.{room}.experts.down_proj",), order),
+        WeightLink(both, (f"{room}.experts.gate_up_proj",), then(order, equal_parts(2, dim=1))),
+        WeightLink(("blocks.{}.moe.experts.down.weight",), (f"{room}.experts.down_proj",), order),
     )
 
 
-_FUSED = _fused_experts("mlp", SAME)
+_FUSED = _fused_experts(f"{_LAYER}.mlp", SAME)
 _QWEN_EXPERTS = _experts("mlp", {part: f"{part}_proj" for part in ("gate", "up", "down")})
 _MIXTRAL_EXPERTS = _experts("block_sparse_moe", {"gate": "w1", "up": "w3", "down": "w2"})
 _SHARED = (
@@ -234,7 +234,30 @@ _LLAMA4 = (
     *_block({f"mlp.{part}": f"feed_forward.{part}_proj" for part in ("gate", "up", "down")}),
     *_block({f"moe.shared.{part}": f"feed_forward.shared_expert.{part}_proj" for part in ("gate", "up", "down")}),
     *_block({"moe.router": "feed_forward.router"}),
-    *_fused_experts("feed_forward", TRANSPOSED),
+    *_fused_experts(f"{_LAYER}.feed_forward", TRANSPOSED),
+)
+_GEMMA4 = (
+    *_ends(),
+    *_ATTENTION,
+    *_QK_NORM,
+    *_MLP,
+    *_NORMS_AROUND,
+    equal("blocks.{}.rescale.weight", f"{_LAYER}.layer_scalar"),
+    *_block({f"moe.shared.{part}": f"mlp.{part}_proj" for part in ("gate", "up", "down")}),
+    *_block({"moe.router": "router.proj"}),
+    *(
+        equal(f"blocks.{{}}.{ours}", f"{_LAYER}.{theirs}")
+        for ours, theirs in {
+            "moe.router.input_scale": "router.scale",
+            "moe.router.gate_scale": "router.per_expert_scale",
+            "moe.shared_scale": "pre_feedforward_layernorm.weight",
+            "moe.expert_scale": "pre_feedforward_layernorm_2.weight",
+            "mlp_post_norm.shared.weight": "post_feedforward_layernorm_1.weight",
+            "mlp_post_norm.routed.weight": "post_feedforward_layernorm_2.weight",
+            "mlp_post_norm.both.weight": "post_feedforward_layernorm.weight",
+        }.items()
+    ),
+    *_fused_experts(_LAYER, SAME),
 )
 _NEOX_LAYER = "gpt_neox.layers.{}"
 _NEOX = (
@@ -310,6 +333,7 @@ _IN_IMAGES = (
     (r"^language_model\.lm_head\.", "lm_head."),
 )
 _IMAGES = (r"^(model\.)?vision_(tower|model)\.", r"^(model\.)?multi_modal_projector\.")
+_SOUND = (r"^(model\.)?audio_tower\.", r"^(model\.)?embed_(vision|audio)\.")
 _VISUAL = r"^(model\.)?visual\."
 _MTP_LAYER = "mtp.layers.{}"
 _INVERSE_FREQUENCIES = r"\.rotary_emb\.inv_freq$"
@@ -320,6 +344,7 @@ WEIGHTS: Mapping[str, WeightFamily] = {
     "ministral": WeightFamily(_LLAMA, (_BASE,)),
     "ministral3": WeightFamily(_LLAMA, (_BASE, *_IN_IMAGES), _IMAGES),
     "llama4_text": WeightFamily(_LLAMA4, (_BASE, *_IN_IMAGES), _IMAGES),
+    "gemma4_text": WeightFamily(_GEMMA4, (_BASE, *_IN_IMAGES), (*_IMAGES, *_SOUND)),
     "mixtral": WeightFamily((*_ends(), *_ATTENTION, *_NORMS, *_MIXTRAL_EXPERTS), (_BASE,)),
     "minimax_m2": WeightFamily(
         (

@@ -200,7 +200,7 @@ class Attention(nn.Module):
         qkv_bias = model.bias or model.qkv_bias
         self.wq = Linear(model.d_model, queries, bias=qkv_bias)
         self.wk = Linear(model.d_model, keys, bias=qkv_bias)
-        self.wv = Linear(model.d_model, keys, bias=qkv_bias)
+        self.wv = None if model.values_are_keys else Linear(model.d_model, keys, bias=qkv_bias)
         self.wg = Linear(model.d_model, queries, bias=qkv_bias) if self.gated else None
         self.qk_norm = model.qk_norm if model.norms_heads(layer) else "none"
         if self.qk_norm == "unit":
@@ -211,6 +211,7 @@ class Attention(nn.Module):
             whole = self.qk_norm == "width"
             self.q_norm = make_norm(model, queries if whole else model.head_size)
             self.k_norm = make_norm(model, keys if whole else model.head_size)
+        self.v_norm = nn.RMSNorm(model.head_size, model.norm_eps, elementwise_affine=False) if model.v_norm else None
         self.sinks = nn.Parameter(torch.empty(model.n_heads)) if model.sinks else None
         self.core = CoreAttention(model, layer)
         self.wo = Linear(queries, model.d_model, bias=model.bias)
@@ -227,9 +228,9 @@ class Attention(nn.Module):
         return self.wo(self.attend(self.qkv(x), rotary, noise, cache, documents))
 
     def qkv(self, x: Tensor) -> tuple[Tensor, ...]:
-        """Returns queries, keys and values, each (batch, seq, heads × head_size), of `x` (batch, seq, d_model), and
-        the gate's scores if there is one."""
-        return self.project((self.wq, self.wk, self.wv, *([] if self.wg is None else [self.wg])), x)
+        """Returns queries, keys and, with a matrix of their own, values, each (batch, seq, heads × head_size), of `x`
+        (batch, seq, d_model), and the gate's scores if there is one."""
+        return self.project([layer for layer in (self.wq, self.wk, self.wv, self.wg) if layer is not None], x)
 
     def attend(
         self,
@@ -240,7 +241,8 @@ class Attention(nn.Module):
         documents: Documents | None,
     ) -> Tensor:
         """Returns the heads' outputs, (batch, seq, heads × head_size), from the results of `qkv`."""
-        q, k, v, *gate = qkv
+        q, k, *rest = qkv
+        v, *gate = rest if self.wv is not None else (k, *rest)
         if self.qk_norm == "width":
             q, k = self.norm_all_heads(self.q_norm, self.k_norm, q, k)
         q, k, v = (heads.unflatten(-1, (-1, self.head_size)) for heads in (q, k, v))
@@ -248,6 +250,8 @@ class Attention(nn.Module):
             q, k = self.run_cheap(self.place, q, k, rotary)
         else:  # without a norm their results take as much memory as what they read
             q, k = self.place(q, k, rotary)
+        if self.v_norm is not None:
+            v = self.v_norm(v)
         q, k, v = (heads.transpose(1, 2) for heads in (q, k, v))
         if cache is not None:
             k, v = all_keys(cache, self, k, v)

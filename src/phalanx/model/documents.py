@@ -36,12 +36,23 @@ class Documents:
         """The chunks of the documents as documents, by their tokens."""
 
     @cached_property
+    def bounds(self) -> Tensor:
+        """Where each document begins, and last where all end, among the tokens of all sequences in order: (documents +
+        1,), int64, on the CPU. A program waits here for the device."""
+        begins = F.pad(self.numbers.diff(dim=1) != 0, (1, 0), value=True).flatten().cpu()
+        return F.pad(begins.nonzero().flatten(), (0, 1), value=begins.numel())
+
+    @cached_property
+    def bounds_there(self) -> Tensor:
+        """The bounds on the device of the numbers."""
+        return self.bounds.to(self.numbers.device, non_blocking=True)
+
+    @cached_property
     def packed(self) -> tuple[PackedDocuments, ...]:
         """The documents for flash attention, so many in a call that its buffers have at most twice the rows of the
-        tokens. A program waits here for the device."""
-        begins = F.pad(self.numbers.diff(dim=1) != 0, (1, 0), value=True).flatten().cpu()
-        every = F.pad(begins.nonzero().flatten(), (0, 1), value=begins.numel())
-        most, found = max(1, begins.numel() // ROWS_PER_DOCUMENT), list[PackedDocuments]()
+        tokens."""
+        every, found = self.bounds, list[PackedDocuments]()
+        most = max(1, self.numbers.numel() // ROWS_PER_DOCUMENT)
         for first in range(0, len(every) - 1, most):
             bounds = every[first : first + most + 1]
             tokens = slice(int(bounds[0]), int(bounds[-1]))
@@ -53,6 +64,7 @@ class Documents:
         """Copies them to a device, packed before so that nothing waits for it."""
         moved = Documents(self.numbers.to(device, non_blocking=True))
         if device.type != self.numbers.device.type:
+            moved.bounds = self.bounds
             moved.packed = tuple(
                 part._replace(bounds=part.bounds.to(device, non_blocking=True)) for part in self.packed
             )

@@ -26,6 +26,8 @@ def rotary_frequencies(model: ModelConfig, device: torch.device, *, windowed: bo
     if windowed and model.window_rope_theta:
         return model.window_rope_theta**-exponents
     frequencies = model.rope_theta**-exponents
+    if model.rotary_pairs < 1:
+        frequencies = frequencies.masked_fill(torch.arange(size // 2, device=device) >= model.turned_pairs, 0)
     scaling = model.rope_scaling
     if scaling.factor == 1:
         return frequencies
@@ -290,6 +292,18 @@ class MLP(nn.Module):
 def dense(model: ModelConfig, *_: object) -> MLP:
     """Returns the MLP of a block."""
     return MLP(model)
+
+
+class Rescale(nn.Module):
+    """The product of a block's output with a number, which is not trained."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Maps (batch, seq, d_model) to the same shape."""
+        return x * self.weight
 
 
 def make_norm(model: ModelConfig, width: int = 0, eps: float = 0.0) -> nn.Module:

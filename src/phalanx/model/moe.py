@@ -357,9 +357,14 @@ class Router(Linear):
     def __init__(self, model: ModelConfig):
         super().__init__(model.d_model, model.moe.n_experts, bias=model.moe.bias_balanced)
         self.logit_bias = nn.Parameter(torch.empty(model.moe.n_experts)) if model.moe.router_bias else None
+        own = model.moe.own_norms
+        self.input_scale = nn.Parameter(torch.empty(model.d_model)) if own else None
+        self.gate_scale = nn.Parameter(torch.empty(model.moe.n_experts)) if own else None
 
     def forward(self, input: Tensor) -> Tensor:
         """Returns logits (..., n_experts) of (..., d_model)."""
+        if self.input_scale is not None:
+            input = input * (self.input_scale * self.in_features**-0.5)
         return self.multiply(input, self.weight, self.logit_bias)
 
 
@@ -386,14 +391,20 @@ class MixtureOfExperts(nn.Module):
         super().__init__()
         self.config, self.layer, self.routing = model, layer, routing
         moe = model.moe
+        self.expert_scale, self.shared_scale = (
+            nn.Parameter(torch.empty(model.d_model)) if moe.own_norms else None for _ in range(2)
+        )
         self.router = Router(model)
         self.experts = Experts(model)
         self.shared = MLP(model, moe.n_shared * model.expert_ff_size) if moe.n_shared else None
         self.shared_gate = Linear(model.d_model, 1, bias=False) if moe.shared_gate and moe.n_shared else None
 
     def forward(self, x: Tensor, conversations: Conversations | None = None) -> Tensor:
-        """Applies the layer, (batch, seq, d_model) to the same shape. Without `conversations` every sequence is one."""
+        """Applies the layer, (batch, seq, d_model) to the same shape, or with norms of their own to the outputs of
+        routed and shared experts in a row. Without `conversations` every sequence is one."""
         routes, tokens = self.route(x, conversations), x.flatten(0, 1)
+        of_shared = tokens if self.shared_scale is None else tokens * self.shared_scale
+        tokens = tokens if self.expert_scale is None else tokens * self.expert_scale
         slots = self.slots(routes.chosen, conversations)
         gates = routes.gates.flatten(0, 1).to(tokens.dtype)
         if slots.kept is not None:
@@ -401,12 +412,14 @@ class MixtureOfExperts(nn.Module):
         scaled = self.config.moe.scale_inputs
         of_rows = (gates if scaled else None), slots.kept
         rows = self.run_cheap(_Dispatch.apply, tokens, slots.choices, slots.rows, *of_rows)
-        routed, shared = self.compute(rows, slots.ends, tokens)
+        routed, shared = self.compute(rows, slots.ends, of_shared)
         if shared is not None and self.shared_gate is not None:
-            shared = shared * self.shared_gate(tokens).sigmoid()
+            shared = shared * self.shared_gate(of_shared).sigmoid()
         if scaled:  # without biases the rows of dropped choices are zeros, but they stand for others' rows
             gates = None if slots.kept is None else slots.kept.to(routed.dtype)
         out: Tensor = _Combine.apply(routed, gates, slots.choices, slots.rows)  # pyright: ignore[reportAssignmentType]
+        if self.config.moe.own_norms and shared is not None:
+            return torch.cat((out, shared), -1).unflatten(0, x.shape[:2])
         return (out if shared is None else out + shared).view_as(x)
 
     def compute(self, rows: Tensor, ends: Ends, tokens: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -425,6 +438,8 @@ class MixtureOfExperts(nn.Module):
         if moe.renormalise:
             gates = _normalised(gates)
         gates = gates * moe.route_scale
+        if self.router.gate_scale is not None:
+            gates = gates * self.router.gate_scale[chosen]
         if torch.is_grad_enabled():
             gates = self._record_loads(logits, scores, Routes(chosen, gates), conversations)
         return Routes(chosen, gates)

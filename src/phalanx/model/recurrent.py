@@ -6,12 +6,15 @@ token's value, and reads it with the token's query:
     S ← e^g S,   S ← S + β k (v − Sᵀk)ᵀ,   o = Sᵀq
 
 Sequences pass in chunks (section 3.3): within one, tokens meet in matrix products and a triangular system; between
-chunks the states pass. Everything between the projections is computed for each head by itself.
+chunks the states pass. Everything between the projections is computed for each head by itself. On CUDA in half
+precision the kernels of fla-core do that where it is installed; elsewhere plain torch does.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
+from importlib import import_module, metadata
 
 import torch
 import torch.nn.functional as F
@@ -26,6 +29,39 @@ from phalanx.model.seeding import Noise
 
 UNIT_EPS = 1e-6
 """Added to the squared length of a query or key that gets length 1, as in flash-linear-attention."""
+
+KERNEL_DEVICES = ("cuda",)
+"""Types of devices on which the kernels of fla-core run here."""
+WIDEST_KEY = 256
+"""Size of the largest key that they take."""
+Kernel = Callable[..., tuple[Tensor, Tensor | None]]
+
+
+@cache
+def load_kernel() -> tuple[Kernel | None, str]:
+    """Returns fla-core's gated delta rule, or None, and its version, or why there is none."""
+    try:
+        return import_module("fla.ops.gated_delta_rule").chunk_gated_delta_rule, metadata.version("fla-core")
+    except (ImportError, AttributeError, RuntimeError) as error:  # Triton finds no driver
+        return None, str(error)
+
+
+def kernel_for(device: torch.device, dtype: torch.dtype, key_size: int) -> Kernel | None:
+    """Returns the kernel that computes gated delta rules there, or None where plain torch does."""
+    return load_kernel()[0] if _fits(device, dtype, key_size) else None
+
+
+def _fits(device: torch.device, dtype: torch.dtype, key_size: int) -> bool:
+    return device.type in KERNEL_DEVICES and dtype in (torch.bfloat16, torch.float16) and key_size <= WIDEST_KEY
+
+
+def kernel_text(device: torch.device, dtype: torch.dtype, key_size: int) -> str:
+    """Returns what computes gated delta rules, for a log."""
+    if not _fits(device, dtype, key_size):
+        return f"plain torch ({device.type}, {str(dtype).removeprefix('torch.')}, keys of {key_size})"
+    kernel, found = load_kernel()
+    return f"kernels of fla-core {found}" if kernel else f"plain torch ({found}; phalanx[fla] has the kernels)"
+
 
 Mix = Callable[[Tensor, Tensor, tuple[Tensor, ...], Documents | None], Tensor]
 """Computes `mix`: (keys, values, constants, documents)."""
@@ -97,12 +133,31 @@ def mix(keys: Tensor, values: Tensor, constants: tuple[Tensor, ...], documents: 
     wide = torch.promote_types(v.dtype, torch.float32)
     # The rate and its logarithm span orders of magnitude.
     fading = -decay.to(wide).exp()[:, None] * F.softplus(a.squeeze(-1).to(wide) + dt_bias.to(wide)[:, None])
-    q, k = (_unit(x.to(wide)) for x in (q, k))
-    copies = v.shape[1] // q.shape[1]
+    beta, copies = b.squeeze(-1).to(wide).sigmoid(), v.shape[1] // q.shape[1]
+    # Fake tensors, which a rehearsal computes with, are of a type of their own.
+    kernel = kernel_for(v.device, v.dtype, q.shape[-1]) if type(v) is Tensor else None
+    if kernel is None:
+        q, k = (_unit(x.to(wide)) for x in (q, k))
     q, k = (x.repeat_interleave(copies, dim=1) if copies > 1 else x for x in (q, k))
-    return delta_rule(q * q.shape[-1] ** -0.5, k, v.to(wide), fading, b.squeeze(-1).to(wide).sigmoid(), numbers).to(
-        v.dtype
-    )
+    if kernel is not None:
+        return by_kernel(kernel, q, k, v, fading, beta, documents)
+    return delta_rule(q * q.shape[-1] ** -0.5, k, v.to(wide), fading, beta, numbers).to(v.dtype)
+
+
+@uncompiled
+def by_kernel(
+    kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, fading: Tensor, beta: Tensor, documents: Documents | None
+) -> Tensor:
+    """Returns the same as `delta_rule` of queries and keys before they get length 1, (batch, heads, seq, size) each.
+    The kernel takes tokens before heads, and documents as one sequence with bounds."""
+    batch, options = len(v), dict[str, Tensor]()
+    inputs = [x.transpose(1, 2).contiguous() for x in (q, k, v, fading, beta)]
+    if documents is not None:
+        inputs = [x.flatten(0, 1).unsqueeze(0) for x in inputs]
+        options = {"cu_seqlens": documents.bounds_there, "cu_seqlens_cpu": documents.bounds}
+    o, _ = kernel(*inputs, scale=q.shape[-1] ** -0.5, use_qk_l2norm_in_kernel=True, **options)
+    o = o if documents is None else o.squeeze(0).unflatten(0, (batch, -1))
+    return o.transpose(1, 2)
 
 
 def _unit(x: Tensor) -> Tensor:

@@ -4,10 +4,10 @@ Nothing here knows of other devices. A layout changes parts from outside and by 
 `final_norm`, `head`; in a block `attn` with `wq`, `wk`, `wv`, `core`, `wo` (latent attention has names of its own), and
 `mlp` with `up`, `gate`, `down`, or in its place `moe` with `router`, `experts`, `shared`, between `attn_norm` and
 `attn_post_norm`, `mlp_norm` and `mlp_post_norm`; in the blocks of modules for further tokens also `join` before these
-and `predict_norm` after them. The weights' shapes give the numbers of heads and experts, so that a
-shard of a layer computes with its own part, and blocks are keyed by their layer, so that a pipeline stage keeps the
-names of its blocks. Layers that read the same input are called together (`qkv`, `widen`), so that a layout communicates
-once for all of them.
+and `predict_norm` after them; with model.layer_scale every block ends with `rescale`. The weights' shapes give the
+numbers of heads and experts, so that a shard of a layer computes with its own part, and blocks are keyed by their
+layer, so that a pipeline stage keeps the names of its blocks. Layers that read the same input are called together
+(`qkv`, `widen`), so that a layout communicates once for all of them.
 
 Shapes: batch, seq (tokens of the input), keys (tokens attended to: seq, or more with a cache), d_model, head_size.
 """
@@ -41,7 +41,18 @@ from phalanx.errors import ExtensionError, JobError
 from phalanx.model.attention import CoreAttention, KeysAndValues
 from phalanx.model.cache import Cache
 from phalanx.model.documents import Conversations, Documents
-from phalanx.model.layers import Linear, Multiply, Run, make_norm, query_growth, rotary_table, run, soft_cap, uncompiled
+from phalanx.model.layers import (
+    Linear,
+    Multiply,
+    Rescale,
+    Run,
+    make_norm,
+    query_growth,
+    rotary_table,
+    run,
+    soft_cap,
+    uncompiled,
+)
 from phalanx.model.moe import GroupedLinear, Routing
 from phalanx.model.seeding import Noise, dropout, perturbed
 from phalanx.registry import Registry
@@ -280,12 +291,16 @@ class Block(nn.Module):
         self.attn_norm = make_norm(model) if model.norms_inputs else nn.Identity()
         self.attn = make_sublayer(ATTENTION, kind.attention, model_for(model, kind.attention), layer)
         self.attn_post_norm = make_norm(model) if model.norms_outputs else nn.Identity()
-        self.mlp_norm = make_norm(model) if model.norms_inputs else nn.Identity()
+        apart = kind.routed and model.moe.own_norms
+        plain = nn.RMSNorm(model.d_model, model.norm_eps, elementwise_affine=False) if apart else None
+        self.mlp_norm = plain or (make_norm(model) if model.norms_inputs else nn.Identity())
         self.add_module(
             self.kinds[1].name_in_block, make_sublayer(FEED_FORWARD, kind.feed_forward, model, layer, routing)
         )
-        self.mlp_post_norm = make_norm(model) if model.norms_outputs else nn.Identity()
+        after = NormedSum if apart else make_norm
+        self.mlp_post_norm = after(model) if model.norms_outputs else nn.Identity()
         self.predict_norm = make_norm(model) if kind.predicts else nn.Identity()
+        self.rescale = Rescale() if model.layer_scale else nn.Identity()
 
     def sublayers(self) -> Iterator[tuple[SublayerKind, nn.Module]]:
         """Yields attention and the feed-forward layer, each with its kind."""
@@ -322,11 +337,11 @@ class Block(nn.Module):
             x = self.join(x, embedded)
         if self.parallel:
             both = self.run_halves(self.halves, x, rotary, noise, cache, documents, conversations)
-            return self.predict_norm(self.added(x, self.dropped(both, noise, "residual")))
+            return self.rescale(self.predict_norm(self.added(x, self.dropped(both, noise, "residual"))))
         attended = self.attn_post_norm(self.attn(self.attn_norm(x), rotary, noise, cache, documents))
         x = self.added(x, self.dropped(attended, noise, "attn.residual"))
         widened = self.mlp_post_norm(self.feed_forward(self.mlp_norm(x), conversations))
-        return self.predict_norm(self.added(x, self.dropped(widened, noise, "mlp.residual")))
+        return self.rescale(self.predict_norm(self.added(x, self.dropped(widened, noise, "mlp.residual"))))
 
     def added(self, x: Tensor, y: Tensor) -> Tensor:
         """Returns the sum of the residual stream and the result of a half, both (batch, seq, d_model)."""
@@ -360,6 +375,19 @@ class Block(nn.Module):
         kind = self.kinds[1]
         layer = getattr(self, kind.name_in_block)
         return layer(x, conversations) if kind.routed else layer(x)
+
+
+class NormedSum(nn.Module):
+    """The norm of the sum of the normalised outputs of routed and of shared experts (model.moe.own_norms)."""
+
+    def __init__(self, model: ModelConfig):
+        super().__init__()
+        self.routed, self.shared, self.both = (make_norm(model) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Maps both outputs in a row, (batch, seq, 2 × d_model), to (batch, seq, d_model)."""
+        routed, shared = x.chunk(2, -1)
+        return self.both(self.routed(routed) + self.shared(shared))
 
 
 class Join(nn.Module):

@@ -385,7 +385,7 @@ class StashingPipeline(Pipeline):
 
     def __init__(self, replica: Replica, *arguments: Any):
         super().__init__(replica, *arguments)
-        self.weights = [shard.value for shard in replica.shards]
+        self.weights = [shard.value for shard in replica.shards if not shard.frozen]
         self.factors: Sequence[float] = ()
         """By micro-batch of the next step: the factor of its loss."""
         self.update: Callable[[], Sequence[Tensor]] = lambda: self.weights
@@ -444,7 +444,7 @@ class PipeDream(Pipeline):
         self.batch_actions = {(True, True): fill, (False, True): steady, (False, False): drain, (True, False): alone}
         """The actions up to the current batch's last micro-batch, by whether the batch is the first of its run, and
         whether another one follows."""
-        self.weights = [shard.value for shard in replica.shards]
+        self.weights = [shard.value for shard in replica.shards if not shard.frozen]
         self.versions = [[w.data for w in self.weights], [w.data.clone() for w in self.weights]]
         self.execution: Execution | None = None
         """The execution of the current run; None between runs."""

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from phalanx.blocks.kinds import attention_models
 from phalanx.config.cluster import Cluster
 from phalanx.config.layout import Layout
 from phalanx.cost.breakdown import MOMENTS
@@ -400,8 +401,8 @@ def _name(layout: Layout) -> str:
 
 def _tensor_ranks(request: PlanRequest, world: int, most: int) -> int:
     """Returns the most tensor ranks that the heads allow."""
-    model = request.model
-    return max(tp for tp in divisors(world, most) if model.n_heads % tp == 0 and model.kv_heads % tp == 0)
+    heads = [n for own in attention_models(request.model) for n in (own.n_heads, own.kv_heads)]
+    return max(tp for tp in divisors(world, most) if not any(n % tp for n in heads))
 
 
 def _with_experts(request: PlanRequest, layout: Layout) -> Layout:

@@ -247,7 +247,7 @@ class Asynchronous:
     def __init__(self, stepper: Stepper):
         job, mesh = stepper.job, stepper.mesh
         self.stepper, self.mesh = stepper, mesh
-        self.shards: Sequence[ParameterShard] = stepper.replica.shards
+        self.shards: Sequence[ParameterShard] = stepper.trained
         self.values = [shard.value for shard in self.shards]
         self.size = sum(value.numel() for value in self.values)
         self.gradient_dtype = torch.float32 if job.train.gradients == "fp32" else self.values[0].dtype
@@ -396,7 +396,7 @@ class UnflushedSteps:
         )
         self._settle()
         self._raise()
-        for own, shard in zip(stepper.optimizer.shards, stepper.replica.shards, strict=True):
+        for own, shard in zip(stepper.optimizer.shards, stepper.trained, strict=True):
             own.gradient = None if shard.gradient is None else shard.gradient.clone()
         stepper.replica.clear()
         self.unknown = batch, Computed(inputs, loss, inputs.tokens, *stepper.status(loss, inputs.requests))

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from phalanx.blocks.kinds import chosen_kinds
 from phalanx.blocks.parameters import count, trained_text
 from phalanx.bounded import MOST_BYTES
 from phalanx.check.start import KEPT, StartingPoint, is_hugging_face, run_of, starting_point
@@ -46,6 +47,8 @@ from phalanx.launch.ranks import HEARTBEATS, Ranks
 from phalanx.launch.watchdog.diagnosis import Limits
 from phalanx.launch.watchdog.watchdog import join
 from phalanx.model.attention_blocks import kernels_text
+from phalanx.model.recurrent import kernel_text
+from phalanx.parallel.precision import DTYPES
 from phalanx.partition.derived import Batch
 from phalanx.train.run_directory import RunDirectory, require_same_job
 from phalanx.train.state import TrainState
@@ -80,6 +83,9 @@ def log_start(job: Job, device: torch.device, batch: Batch, data: ShardData, voc
         log.info("adapters: rank %d beside %s, training %s", lora, model.lora.targets, trained_text(model, vocab))
     if device.type == "cuda":
         log.info("attention: %s", kernels_text(device))
+    if "delta" in chosen_kinds(model, "attention"):
+        kernel = kernel_text(device, DTYPES[job.train.precision], model.delta.key_head_dim)
+        log.info("gated delta nets: %s", kernel)
     log.info("batch: %s; %s training samples", batch.equation(), f"{data.sample_count:,}")
     if isinstance(data, RangeData):
         log.info("data: %s", data.facts.line())

@@ -478,7 +478,7 @@ class Stepper:
             if own is not shard:
                 own.value.copy_(shard.value)
         if isinstance(self.replica.runner, PipeDream):
-            self.replica.runner.restart([f.value for f in self.replica.shards])
+            self.replica.runner.restart([f.value for f in self.trained])
 
     def tensors(self, micro: MicroBatch, step: int, validates: bool = False) -> MicroTensors:
         """Moves this rank's part of a micro-batch to the device, with the inputs of its dropout masks in optimizer step

@@ -149,7 +149,7 @@ def test_its_weights_are_refused_with_the_reason(tmp_path: Path) -> None:
     ("kind", "said"),
     [
         ("deepseek_v4", "hyper-connections"),
-        ("gemma4", "embeddings per layer"),
+        ("gemma4_unified", "without an encoder"),
         ("kimi_k3", "attention residuals"),
         ("glm5_next", "hyper-connections"),
     ],

@@ -23,7 +23,17 @@ from phalanx.config.hugging_face.terms import (
     window_rule,
     written,
 )
-from phalanx.config.model import MLA, DeltaNet, Mamba, ModelConfig, MoE, QueryGrowth, RopeScaling, SparseAttention
+from phalanx.config.model import (
+    MLA,
+    DeltaNet,
+    Mamba,
+    ModelConfig,
+    MoE,
+    QueryGrowth,
+    RopeScaling,
+    SparseAttention,
+    WideHeads,
+)
 from phalanx.errors import JobError
 from phalanx.nearest import did_you_mean, nearest
 
@@ -106,6 +116,8 @@ MOST_BYTES = 4 * 2**20
 """Most bytes of a config.json; published ones have a few kB, with labels of classes some more."""
 _TOP = frozenset({"text_config", "vision_config", "mm_tokens_per_image", "boi_token_index", "eoi_token_index"}) | {
     *("image_token_index", "image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id"),
+    *("audio_config", "audio_token_id", "boa_token_id", "boi_token_id", "eoa_token_id", "eoa_token_index"),
+    *("eoi_token_id", "vision_soft_tokens_per_image"),
 }
 _QUANTISED = "quantization_config"
 _DROPOUT = (
@@ -130,6 +142,7 @@ _PARTS: dict[str, type[Any]] = {
     "sparse": SparseAttention,
     "delta": DeltaNet,
     "mamba": Mamba,
+    "wide": WideHeads,
 }
 """The parts of a model with fields of their own."""
 _MOE_TRAINING_ONLY = ("aux_loss", "z_loss", "bias_rate", "capacity")
@@ -333,6 +346,13 @@ def differing(first: ModelConfig, second: ModelConfig) -> Iterator[tuple[str, An
 
 def plain(model: ModelConfig) -> ModelConfig:
     """Returns the shape with every default written out, and without what only training uses."""
+    wide, kinds = model.wide, model.attention
+    if wide.head_dim and not (kinds or model.mla.kv_rank):
+        kinds = ",".join(model.heads_by_window)
+    if wide.head_dim and set(kinds.split(",")) == {"wide_heads"}:
+        own = wide.n_kv_heads or model.kv_heads
+        model, kinds = replace(model, head_dim=wide.head_dim, n_kv_heads=own, attention=""), ""
+    has_wide = "wide_heads" in kinds
     default, moe = ModelConfig(), model.moe
     if moe.n_experts:
         moe = replace(moe, d_ff=model.expert_ff_size, **{name: getattr(MoE(), name) for name in _MOE_TRAINING_ONLY})
@@ -346,7 +366,8 @@ def plain(model: ModelConfig) -> ModelConfig:
         n_kv_heads=model.n_heads if mla.kv_rank else model.kv_heads,
         head_dim=0 if mla.kv_rank else model.head_size,
         d_ff=0 if only_experts else model.ff_size,
-        attention=_of_layers(model, model.attention, "heads" if not mla.kv_rank else "latent"),
+        wide=replace(wide, n_kv_heads=wide.n_kv_heads or model.kv_heads) if has_wide else WideHeads(),
+        attention=_of_layers(model, kinds, "heads" if not mla.kv_rank else "latent"),
         feed_forward=_of_layers(model, model.feed_forward, "experts" if moe.n_experts else "dense"),
         moe=replace(moe, shared_gate=moe.shared_gate and moe.n_shared > 0) if moe.n_experts else MoE(),
         mla=mla,
@@ -363,10 +384,11 @@ def plain(model: ModelConfig) -> ModelConfig:
         if model.query_growth.rate and model.nope_every <= model.n_layers
         else QueryGrowth(),
         nope_every=model.nope_every if rope and 0 < model.nope_every <= model.n_layers else 0,
-        window_rope_theta=model.window_rope_theta if model.window else 0.0,
+        window_rope_theta=model.window_rope_theta if any(windows) else 0.0,
         qkv_bias=model.bias or model.qkv_bias,
         rope_theta=model.rope_theta if rope else default.rope_theta,
         rotary_fraction=model.rotary_fraction if rope else 1.0,
+        rotary_pairs=model.rotary_pairs if rope and not (model.window_rope_theta and all(windows)) else 1.0,
         rope_scaling=_plain_scaling(model.rope_scaling) if rope else RopeScaling(),
         **{
             name: getattr(default, name) for name in _TRAINING_ONLY if name != "seq_len" or model.positions != "learned"

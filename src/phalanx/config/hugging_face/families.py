@@ -740,9 +740,8 @@ REFUSED: Mapping[str, str] = {
         "deepseek_v32 is priced",
     ),
     **dict.fromkeys(
-        ("gemma4", "gemma4_text", "gemma4_unified"),
-        "layers with heads of two sizes, values that are keys, and embeddings per layer are neither priced nor "
-        "trained; gemma3 is trained",
+        ("gemma4_unified", "gemma4_unified_text"),
+        "its image and audio patches join the text without an encoder, which is not implemented; gemma4 is trained",
     ),
     **dict.fromkeys(
         ("kimi_k3", "kimi_linear"),

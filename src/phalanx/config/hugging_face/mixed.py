@@ -1,30 +1,41 @@
 """The model types of transformers whose layers or positions differ beyond one rule: chunks and windows in a list,
-dense layers between experts, queries that grow."""
+dense layers between experts, queries that grow, heads of two sizes."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from phalanx.config.hugging_face.families import (
+    GEMMA_KIND,
     LLAMA_KIND,
     MOST_EXPERTS,
+    MOST_LAYERS,
     NO_ATTENTION_BIAS,
     SILU,
+    TANH,
     ConfigFamily,
     HeadDim,
+    SoftCap,
     sizes,
 )
 from phalanx.config.hugging_face.terms import (
     FULL,
+    SLIDING,
     Choice,
     ConfigReader,
+    Context,
     Field,
     Fields,
     Fixed,
     NoRope,
     Rope,
     Windows,
+    Written,
+    layer_types,
+    refuse_unknown,
+    rope_values,
+    scaling,
     set_windows,
     shortest,
     shown,
@@ -115,6 +126,132 @@ class GrowingRope(Rope):
         return {"rope_parameters": values}
 
 
+@dataclass(frozen=True)
+class LastIsFull(Windows):
+    """Gemma 4: the last layer attends to all keys, whatever the rule of the others is."""
+
+    def read(self, source: ConfigReader, fields: Fields) -> None:
+        super().read(source, fields)
+        n, listed = fields["n_layers"], source.holds("layer_types")
+        if listed and fields["window"] and source.raw("layer_types")[-1:] == [SLIDING]:
+            source.problem("layer_types", f"ends with {SLIDING}, of which transformers makes {FULL}: say so")
+        if not listed and fields["window"]:
+            windowed = [layer + 1 < n and (layer + 1) % self.full_every != 0 for layer in range(n)]
+            set_windows(fields, windowed, self.full_every)
+
+
+@dataclass(frozen=True)
+class FullHeads:
+    """Gemma 4: the heads of layers without a window, as two fields or for each layer."""
+
+    def read(self, source: ConfigReader, fields: Fields) -> None:
+        shared = source.take("attention_k_eq_v", bool, False)
+        size, keys = source.take("global_head_dim", int, 512), source.take("num_global_key_value_heads", int, 0)
+        keys = keys if shared else 0
+        if source.holds("per_layer_config"):
+            size, keys = self._each(source, fields)
+        own = fields["head_dim"] or fields["d_model"] // max(1, fields["n_heads"])
+        fields["values_are_keys"] = shared
+        if shared or (size, keys or fields["n_kv_heads"]) != (own, fields["n_kv_heads"]):
+            fields |= {"wide.head_dim": size, "wide.n_kv_heads": keys}
+
+    def _each(self, source: ConfigReader, fields: Fields) -> tuple[int, int]:
+        """Returns the size of heads and the key/value heads that all layers without a window have."""
+        parts, given = source.inside("per_layer_config"), source.raw("per_layer_config")
+        # Padded with zeros to the digits of the last layer.
+        names = {name.lstrip("0") or "0": name for name in given} if isinstance(given, dict) else {}
+        shape = ModelConfig(**{name: fields[name] for name in ("n_layers", "window", "full_every")})
+        shape = replace(shape, window_pattern=fields.get("window_pattern", ""))
+        found = set[tuple[int, int]]()
+        for layer, kind in enumerate(layer_types(shape)):
+            part = parts.inside(name := names.get(str(layer), str(layer)))
+            size = part.take("head_dim", int, fields["head_dim"] or fields["d_model"] // max(1, fields["n_heads"]))
+            heads = size, part.take("num_key_value_heads", int, fields["n_kv_heads"])
+            if kind == FULL:
+                found.add(heads)
+            elif parts.raw(name):
+                parts.problem(name, f"is for a layer with a window, supported: those with {FULL}")
+            refuse_unknown(part)
+        refuse_unknown(parts)
+        if len(found) > 1:
+            source.problem("per_layer_config", "has heads of several sizes for layers that attend to all keys")
+        return max(found, default=(512, 0))
+
+    def write(self, model: ModelConfig) -> Fields:
+        wide, shared = model.wide, model.values_are_keys
+        size, keys = wide.head_dim or model.head_size, (wide.head_dim and wide.n_kv_heads) or model.kv_heads
+        values: Fields = {"attention_k_eq_v": shared, "global_head_dim": size}
+        if shared:
+            return values | {"num_global_key_value_heads": keys}
+        if keys == model.kv_heads:
+            return values
+        layers = (layer for layer in range(model.n_layers) if not model.window_of(layer))
+        each = {str(layer): {"head_dim": size, "num_key_value_heads": keys} for layer in layers}
+        return values | {"per_layer_config": each}
+
+
+@dataclass(frozen=True)
+class ProportionalRope:
+    """Gemma 4: positions of layers without a window, of which some pairs stand still, and of those with one."""
+
+    def read(self, source: ConfigReader, fields: Fields) -> None:
+        named = source.holds("rope_parameters")
+        parameters = source.inside("rope_parameters")
+        full, window = parameters.inside(FULL), parameters.inside(SLIDING)
+        fields["rope_theta"] = full.take("rope_theta", float, 1e6)
+        base = window.take("rope_theta", float, 1e4)
+        fields["window_rope_theta"] = base if fields["window"] else 0.0
+        if not named or full.raw("rope_type") == "proportional":
+            share, factor = full.take("partial_rotary_factor", float, 1.0 if named else 0.25), 1.0
+            factor = full.take("factor", float, 1.0)
+            if not 0.01 <= share <= 1:
+                full.problem("partial_rotary_factor", f"is {share:g}, expected at most 1 and at least 0.01")
+            if factor < 1:
+                full.problem("factor", f"is {factor:g}, expected at least 1")
+            fields["rotary_pairs"] = share
+            fields["rope_scaling"] = RopeScaling("linear", factor) if factor > 1 else RopeScaling()
+        else:
+            fields["rope_scaling"] = scaling(full, fields["seq_len"])
+        if scaling(window, fields["seq_len"]).factor > 1:
+            window.problem("factor", "stretches layers with a window, which keep their positions here")
+        for part in (parameters, full, window):
+            refuse_unknown(part, frozenset({"partial_rotary_factor"}))  # of other types, which turn whole heads
+
+    def write(self, model: ModelConfig) -> Fields:
+        full = rope_values(model)
+        if model.rotary_pairs < 1 and full["rope_type"] in ("default", "linear"):
+            full |= {"rope_type": "proportional", "partial_rotary_factor": model.rotary_pairs}
+        window = {"rope_theta": model.window_rope_theta or model.rope_theta, "rope_type": "default"}
+        return {"rope_parameters": {FULL: full, SLIDING: window}}
+
+
+@dataclass(frozen=True)
+class ExpertsBesideMLP:
+    """Gemma 4: in place of the MLP one beside experts. Here its width is that of so many shared experts."""
+
+    def read(self, source: ConfigReader, fields: Fields) -> None:
+        names, on = ("num_experts", "top_k_experts", "moe_intermediate_size"), "enable_moe_block"
+        if not source.take(on, bool, False):
+            source.seen |= set(names)
+            return
+        n, top_k, width = (source.take(name, int, most=MOST_EXPERTS, least=1) for name in names)
+        shared, rest = divmod(fields["d_ff"], width)
+        if rest or not shared:
+            source.problem(
+                "intermediate_size", f"is {fields['d_ff']:,}, supported: a multiple of moe_intermediate_size {width:,}"
+            )
+        fields |= {"moe.n_experts": n, "moe.top_k": top_k, "moe.d_ff": width, "moe.n_shared": shared}
+        fields["moe.own_norms"] = True
+
+    def write(self, model: ModelConfig) -> Fields:
+        moe = model.moe
+        if not moe.n_experts:
+            return {"enable_moe_block": False}
+        width = model.expert_ff_size
+        sizes = {"moe_intermediate_size": width, "intermediate_size": moe.n_shared * width}
+        return {"enable_moe_block": True, "num_experts": moe.n_experts, "top_k_experts": moe.top_k, **sizes}
+
+
 _ONE_EXPERT: dict[str, Any] = {"moe.router": "sigmoid", "moe.renormalise": False, "moe.scale_inputs": True}
 
 MIXED: tuple[ConfigFamily, ...] = (
@@ -160,6 +297,38 @@ MIXED: tuple[ConfigFamily, ...] = (
         harmless=frozenset({"for_llm_compressor"}),
         inside="text_config",
         inside_of="llama4",
+    ),
+    ConfigFamily(
+        "gemma4_text",
+        "Gemma4ForCausalLM",
+        GEMMA_KIND
+        | {"norm_place": "both", "qk_norm": "head", "v_norm": True, "attention_scale": 1.0, "layer_scale": True},
+        (
+            Field("vocab_size", "vocab_size", int, 262144),
+            Field("hidden_size", "d_model", int, 2304),
+            Field("intermediate_size", "d_ff", int, 9216, lambda model: model.ff_size),
+            Field("num_hidden_layers", "n_layers", int, 30, most=MOST_LAYERS),
+            Field("num_attention_heads", "n_heads", int, 8),
+            Field("num_key_value_heads", "n_kv_heads", int, 4, lambda model: model.kv_heads),
+            Context(default=131072),
+            Field("rms_norm_eps", "norm_eps", float, 1e-6),
+            Field("tie_word_embeddings", "tied", bool, default=True),
+            HeadDim(256),
+            LastIsFull(default=512, full_every=6),
+            FullHeads(),
+            ProportionalRope(),
+            ExpertsBesideMLP(),
+            Fixed("hidden_activation", TANH, "gelu_pytorch_tanh"),
+            NO_ATTENTION_BIAS,
+            SoftCap("final_logit_softcapping", "logit_softcap", 0.0),
+            Fixed("use_bidirectional_attention", (None, "vision"), None, "text is read causally"),
+            Fixed("num_kv_shared_layers", (0,), 0, "each layer has keys and values of its own, unlike E2B's and E4B's"),
+            Fixed("hidden_size_per_layer_input", (0,), 256, "without embeddings per layer, which E2B and E4B have"),
+            Written("use_double_wide_mlp", False),  # of layers that share keys and values
+        ),
+        harmless=frozenset({"vocab_size_per_layer_input"}),
+        inside="text_config",
+        inside_of="gemma4",
     ),
 )
 """The model_types that are trained and written as those of families.py."""

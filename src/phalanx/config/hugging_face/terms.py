@@ -244,7 +244,7 @@ def refuse_unknown(source: ConfigReader, harmless: frozenset[str] = frozenset(),
 
 
 _ROPE_KINDS = ("default", "linear", "llama3", "yarn")
-FULL, _SLIDING = "full_attention", "sliding_attention"
+FULL, SLIDING = "full_attention", "sliding_attention"
 
 
 @dataclass(frozen=True)
@@ -396,7 +396,7 @@ class RopeWithWindows:
         theta = source.take("rope_theta", float, self.theta)
         local = theta if self.one_base else source.take("rope_local_base_freq", float, self.window_theta)
         parameters = source.inside("rope_parameters")
-        full, window = parameters.inside(FULL), parameters.inside(_SLIDING)
+        full, window = parameters.inside(FULL), parameters.inside(SLIDING)
         if self.one_base and not parameters.holds(FULL) and parameters.left():
             full, local = parameters, parameters.take("rope_theta", float, theta)
         elif source.holds("rope_parameters"):
@@ -414,7 +414,7 @@ class RopeWithWindows:
 
     def write(self, model: ModelConfig) -> Fields:
         window = {"rope_theta": model.window_rope_theta or model.rope_theta, "rope_type": "default"}
-        return {"rope_parameters": {FULL: rope_values(model), _SLIDING: window}}
+        return {"rope_parameters": {FULL: rope_values(model), SLIDING: window}}
 
 
 def _refuse_second(source: ConfigReader, rope: ConfigReader) -> None:
@@ -541,14 +541,14 @@ class Windows:
 
     def _read_kinds(self, source: ConfigReader, fields: Fields, kinds: list[Any]) -> None:
         """Finds the rule behind a list of kinds: which layers have no window."""
-        if unknown := [kind for kind in kinds if kind not in (FULL, _SLIDING)]:
-            source.problem("layer_types", f"holds {shown(unknown[0])}, supported: {FULL}, {_SLIDING}")
-        elif _SLIDING not in kinds:
+        if unknown := [kind for kind in kinds if kind not in (FULL, SLIDING)]:
+            source.problem("layer_types", f"holds {shown(unknown[0])}, supported: {FULL}, {SLIDING}")
+        elif SLIDING not in kinds:
             fields["window"] = fields["full_every"] = 0
         elif not fields["window"]:
-            source.problem("sliding_window", f"is missing, and layer_types has {_SLIDING}")
+            source.problem("sliding_window", f"is missing, and layer_types has {SLIDING}")
         else:
-            set_windows(fields, [kind == _SLIDING for kind in kinds], fields["full_every"])
+            set_windows(fields, [kind == SLIDING for kind in kinds], fields["full_every"])
 
     def write(self, model: ModelConfig) -> Fields:
         values: Fields = {"sliding_window": model.window or None}
@@ -587,7 +587,7 @@ def shortest(kinds: list[str]) -> list[str]:
 
 def layer_types(model: ModelConfig) -> list[str]:
     """Returns the kind of attention of every layer."""
-    return [(FULL, _SLIDING)[model.window_of(layer) > 0] for layer in range(model.n_layers)]
+    return [(FULL, SLIDING)[model.window_of(layer) > 0] for layer in range(model.n_layers)]
 
 
 @dataclass(frozen=True)
