@@ -32,6 +32,23 @@ CASES = {
     "llama4-scout-17b-16e window=2048": ("tp=2,ep=2,dp_shard=2,recompute=full",),
     "ministral-8b window=2048": ("cp=2,tp=2,sp=true",),
     "ministral3-8b": ("cp=2,pp=2",),
+    "deepseek-v3.2": (
+        "dp_shard=2,tp=2,sp=true,ep=2,zero=3",
+        "pp=2,tp=2,recompute=full",
+        "cp=2,tp=2,sp=true",
+        "pp=2,pp_slices=2,schedule=terapipe",
+        "cp=2,pp=2,pp_slices=2,schedule=terapipe",
+        "pp=2,schedule=zb_h1",
+        "dp_shard=2,zero=2,recompute=products",
+        "recompute=selective,cp=2",
+        "dp_replicate=2,recompute=mlp",
+    ),
+    "glm-5 sparse.dense_warmup=true": (
+        "dp_shard=2,tp=2,sp=true,ep=2,zero=3",
+        "pp=2,tp=2,recompute=full",
+        "cp=2,tp=2",
+        "pp=2,schedule=zb_h1",
+    ),
 }
 
 

@@ -190,8 +190,8 @@ def _flops_of(model: ModelConfig, weights: Iterable[Weight]) -> int:
 
 
 def _frozen_flops_per_token(model: ModelConfig, vocab_size: int | None) -> int:
-    """Returns the FLOPs per token of one product with each frozen matrix: none without adapters."""
-    if not model.lora.rank:
+    """Returns the FLOPs per token of one product with each frozen matrix."""
+    if not model.freezes:
         return 0
     kinds = Counter(block_kinds(model)).items()
     blocks = sum(n * _flops_of(model, (w for w in block_weights(model, kind) if w.frozen)) for kind, n in kinds)

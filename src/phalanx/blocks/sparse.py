@@ -1,18 +1,33 @@
-"""Attention that is predicted and not trained: latent attention to the keys that an indexer chooses (DeepSeek-AI 2025,
-arXiv 2512.02556, section 2.1), and heads whose output a gate multiplies (Qwen3-Next; Qiu et al. 2025, arXiv
-2505.06708)."""
+"""Latent attention to the keys that an indexer chooses (DeepSeek-AI 2025, arXiv 2512.02556, section 2.1), and heads
+whose output a gate multiplies (Qwen3-Next; Qiu et al. 2025, arXiv 2505.06708)."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
 
-from phalanx.blocks.attention import TILED_ROWS, attention, latent_attention, visible_pairs
+from phalanx.blocks.attention import MOST_SCORES, TILED_ROWS, attention, latent_attention, visible_pairs
 from phalanx.blocks.operator import PLAIN, WIDE, AttentionCore, FusedProducts, MemoryBound, Operator, Place, SavedTensor
 from phalanx.blocks.residual import linear_weights
+from phalanx.config.model import ModelConfig
 
 WHOLE = PLAIN._replace(gradient="whole")
 """A weight of the indexer, which every tensor rank computes whole."""
+INDEX_NORM_EPS = 1e-6
+"""Added to the variance of the indexer's keys (transformers' DeepseekV32Indexer)."""
+
+
+def sparse_rows(sequences: int, queries: int, heads: int, keys: int, model: ModelConfig) -> int:
+    """Returns the queries of a run, of which all scores, and copies of the keys that they attend to, are in memory at
+    once."""
+    sparse, seen = model.sparse, keys_of_query(model, keys)
+    each = max(heads * seen, sparse.index_heads * keys, seen * (model.mla.kv_rank + model.mla.rope_head_dim))
+    return max(1, min(queries, MOST_SCORES // (sequences * each)))
+
+
+def keys_of_query(model: ModelConfig, keys: int) -> int:
+    """Returns the keys that a query is multiplied with, of `keys`: those that are chosen, or all."""
+    return keys if model.warms_up else min(model.sparse.top_k, keys)
 
 
 def sparse_attention(place: Place) -> Iterator[Operator]:
