@@ -167,31 +167,29 @@ class ChosenAttention(CoreAttention):
     def choose(self, index: IndexTensors, seen: Tensor) -> Tensor:
         """Returns the keys that queries attend to, (batch, queries, top_k) of int32: those with the highest scores,
         and for a query with fewer some that it does not see."""
-        scores = index_scores(index._replace(keys=index.keys.unsqueeze(1))).masked_fill_(~seen, float("-inf"))
+        scores = index_scores(index._replace(keys=index.keys.unsqueeze(1)))[0].masked_fill_(~seen, float("-inf"))
         return scores.sort(dim=-1, descending=True, stable=True).indices[..., : self.model.sparse.top_k].int()
 
-    def of_run(
-        self, q: Tensor, latents: Tensor, index: IndexTensors, seen: Tensor, chosen: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns the output of a run of queries, (batch, queries, heads, kv_rank), the heads' probabilities, (batch,
-        queries, heads, keys), and which keys are seen, (batch or 1, queries, keys): those `chosen`, or all."""
-        keys = latents.unsqueeze(1)
-        if chosen is not None:
-            keys, seen = _taken(latents, chosen), seen.expand(len(q), -1, -1).gather(-1, chosen.long())
-        scores = _meet(q * self.scale, keys.mT).to(torch.promote_types(q.dtype, torch.float32))
-        probabilities = scores.masked_fill(~seen.unsqueeze(2), float("-inf")).softmax(-1)
-        return _meet(probabilities.to(q.dtype), keys[..., : self.model.mla.kv_rank]), probabilities, seen
+    def probabilities(self, q: Tensor, keys: Tensor, seen: Tensor) -> Tensor:
+        """Returns those of `q` (batch, queries, heads, size), scaled, over `keys` (batch, 1 or queries, keys, size),
+        of which queries see `seen` (batch or 1, queries, keys): (batch, queries, heads, keys), in at least fp32."""
+        scores = _meet(q, keys.mT).to(torch.promote_types(q.dtype, torch.float32))
+        return scores.masked_fill_(~seen.unsqueeze(2), float("-inf")).softmax(-1)
 
-    def loss_of(self, index: IndexTensors, probabilities: Tensor, seen: Tensor, chosen: Tensor | None) -> Tensor:
-        """Returns the indexer's loss of a run of queries, in at least fp32, from the heads' probabilities."""
-        target = probabilities.detach().sum(2)
-        self.sum_heads(target)
-        target /= self.n_heads
-        keys = index.keys.unsqueeze(1) if chosen is None else _taken(index.keys, chosen)
-        scores = index_scores(index._replace(keys=keys)).masked_fill(~seen, float("-inf"))
+    def learn(self, index: IndexTensors, target: Tensor, seen: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Returns the indexer's loss of a run of queries, with its coefficient, whose probabilities are to be `target`
+        (batch, queries, keys), and the gradients of its queries, keys and weights, in their shapes."""
+        scores, each = index_scores(index)
+        logs = scores.masked_fill_(~seen, float("-inf")).log_softmax(-1)
+        coefficient = self.model.sparse.index_loss
         # Where nothing is seen both are zero, and so is their product.
-        logs = scores.log_softmax(-1).masked_fill(~seen, 0.0)
-        return (torch.xlogy(target, target) - target * logs).sum()
+        loss = coefficient * (torch.xlogy(target, target) - target * logs.masked_fill(~seen, 0.0)).sum()
+        of_scores = logs.exp_().sub_(target).mul_(coefficient * self.routing.factor)
+        of_weights = (each @ of_scores.unsqueeze(-1)).squeeze(-1)
+        of_each = (index.weights.to(of_scores.dtype).unsqueeze(-1) * of_scores.unsqueeze(2)).mul_(each > 0)
+        of_each = of_each.to(index.queries.dtype)
+        of_keys = _fold(of_each, index.keys).mT @ _fold(index.queries, index.keys)
+        return loss, _meet(of_each, index.keys), of_keys, of_weights.to(of_each.dtype)
 
     def runs(self, q: Tensor, keys: int) -> Iterator[slice]:
         """Yields runs of queries, as many as fit in memory at once."""
@@ -200,24 +198,44 @@ class ChosenAttention(CoreAttention):
         return (slice(start, start + rows) for start in range(0, seq, rows))
 
 
-def index_scores(index: IndexTensors) -> Tensor:
-    """Returns the scores of keys (batch, 1 or seq, keys, index_head_dim): (batch, seq, keys), in at least fp32."""
+def index_scores(index: IndexTensors) -> tuple[Tensor, Tensor]:
+    """Returns the scores of keys (batch, 1 or seq, keys, index_head_dim): (batch, seq, keys), and those of each head,
+    (batch, seq, index_heads, keys), both in at least fp32."""
     wide = torch.promote_types(index.queries.dtype, torch.float32)
-    each = F.relu(_meet(index.queries, index.keys.mT).to(wide))
-    return (index.weights.to(wide).unsqueeze(2) @ each).squeeze(2)
+    each = _meet(index.queries, index.keys.mT).to(wide).relu_()
+    return (index.weights.to(wide).unsqueeze(2) @ each).squeeze(2), each
 
 
 def _meet(x: Tensor, y: Tensor) -> Tensor:
     """Returns x y of `x` (batch, seq, heads, inner) and `y` (batch, 1 or seq, inner, width): (batch, seq, heads,
     width)."""
-    return (x.reshape(len(x), y.shape[1], -1, x.shape[-1]) @ y).view(*x.shape[:3], y.shape[-1])
+    return (_fold(x, y) @ y).view(*x.shape[:3], y.shape[-1])
 
 
-def _taken(x: Tensor, chosen: Tensor) -> Tensor:
-    """Returns the rows `chosen` (batch, seq, top_k) of `x` (batch, keys, width): (batch, seq, top_k, width)."""
-    places = torch.arange(len(x), device=x.device)[:, None, None] * x.shape[1]
-    # Its backward pass adds in the same order in every run, on a GPU too.
-    return F.embedding(chosen.long() + places, x.reshape(-1, x.shape[-1]))
+def _fold(x: Tensor, like: Tensor) -> Tensor:
+    """Returns the heads of `x` (batch, seq, heads, width) that meet the same of `like` (batch, 1 or seq, ...), in one
+    dimension."""
+    return x.reshape(len(x), like.shape[1], -1, x.shape[-1])
+
+
+def _rows(chosen: Tensor, keys: int) -> Tensor:
+    """Returns where the keys `chosen` (batch, seq, top_k) stand among those of all sequences."""
+    return chosen.long() + torch.arange(len(chosen), device=chosen.device)[:, None, None] * keys
+
+
+def _taken(x: Tensor, chosen: Tensor | None) -> Tensor:
+    """Returns the rows `chosen` (batch, seq, top_k) of `x` (batch, keys, width), or all: (batch, seq or 1, top_k or
+    keys, width)."""
+    return x.unsqueeze(1) if chosen is None else F.embedding(_rows(chosen, x.shape[1]), x.reshape(-1, x.shape[-1]))
+
+
+def _add_taken(total: Tensor, gradient: Tensor, chosen: Tensor | None) -> None:
+    """Adds the gradient of what `_taken` returned to `total` (batch, keys, width), on a GPU too in the same order in
+    every run, as an index_add is not."""
+    if chosen is not None:
+        rows, keys = _rows(chosen, total.shape[1]), total.shape[0] * total.shape[1]
+        gradient = torch.ops.aten.embedding_dense_backward(gradient, rows, keys, -1, False)
+    total += gradient.view_as(total)
 
 
 class _Chosen(torch.autograd.Function):
@@ -235,49 +253,56 @@ class _Chosen(torch.autograd.Function):
         places: Tensor,
         documents: Documents | None,
     ) -> Tensor:
-        o = q.new_empty(*q.shape[:3], core.model.mla.kv_rank)
-        keys, choices = latents.shape[1], list[Tensor]()
-        sparse = keys_of_query(core.model, keys) < keys
+        rank, keys, choices = core.model.mla.kv_rank, latents.shape[1], list[Tensor]()
+        o = q.new_empty(*q.shape[:3], rank)
+        chooses = keys_of_query(core.model, keys) < keys
         for rows in core.runs(q, keys):
-            index = IndexTensors(index_queries[:, rows], index_keys, weights[:, rows])
             seen, chosen = core.seen(places[rows], keys, documents), None
-            if sparse:
-                chosen = core.choose(index, seen)
+            if chooses:
+                chosen = core.choose(IndexTensors(index_queries[:, rows], index_keys, weights[:, rows]), seen)
                 choices.append(chosen)
-            o[:, rows] = core.of_run(q[:, rows], latents, index, seen, chosen)[0]
+            each = _taken(latents, chosen)
+            probabilities = core.probabilities(q[:, rows] * core.scale, each, _of_chosen(seen, chosen))
+            o[:, rows] = _meet(probabilities.to(q.dtype), each[..., :rank])
         ctx.core, ctx.places, ctx.documents = core, places, documents
-        ctx.save_for_backward(
-            *(q, latents, index_queries, index_keys, weights), torch.cat(choices, 1) if choices else None
-        )
+        choice = torch.cat(choices, 1) if choices else None
+        ctx.save_for_backward(q, latents, index_queries, index_keys, weights, choice)
         return o
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor | None, ...]:
-        *tensors, choice = ctx.saved_tensors
+        q, latents, index_queries, index_keys, weights, choice = ctx.saved_tensors
         core: ChosenAttention = ctx.core
-        q, latents, _, index_keys, _ = tensors
-        factor, keys = core.routing.factor * core.model.sparse.index_loss, latents.shape[1]
-        wide = torch.promote_types(q.dtype, torch.float32)
-        of_rows = [torch.empty_like(each) for each in (q, tensors[2], tensors[4])]
-        of_keys = [torch.zeros_like(each, dtype=wide) for each in (latents, index_keys)]
+        keys, rank, wide = latents.shape[1], core.model.mla.kv_rank, torch.promote_types(q.dtype, torch.float32)
+        of_q, of_index_q, of_weights = (torch.empty_like(each) for each in (q, index_queries, weights))
+        of_latents, of_index = (torch.zeros_like(each, dtype=wide) for each in (latents, index_keys))
         total = torch.zeros((), dtype=torch.float64, device=q.device)
         for rows in core.runs(q, keys):
             chosen = None if choice is None else choice[:, rows]
-            by_row = [tensors[place][:, rows].detach().requires_grad_() for place in (0, 2, 4)]
-            by_key = [each.detach().requires_grad_() for each in (latents, index_keys)]
-            index = IndexTensors(by_row[1], by_key[1], by_row[2])
-            with torch.enable_grad():
-                seen = core.seen(ctx.places[rows], keys, ctx.documents)
-                o, probabilities, seen = core.of_run(by_row[0], by_key[0], index, seen, chosen)
-                loss = core.loss_of(index, probabilities, seen, chosen)
-            found = torch.autograd.grad(
-                *((o, loss), (*by_row, *by_key)), (grad_outputs[0][:, rows], torch.full_like(loss, factor))
-            )
-            for whole, part in zip(of_rows, found[:3], strict=True):
-                whole[:, rows] = part
-            for place in (0, 1):
-                of_keys[place] += found[3 + place]
-            total += core.model.sparse.index_loss * loss.detach()
+            seen = _of_chosen(core.seen(ctx.places[rows], keys, ctx.documents), chosen)
+            each, query, gradient = _taken(latents, chosen), q[:, rows] * core.scale, grad_outputs[0][:, rows]
+            probabilities = core.probabilities(query, each, seen)
+            target = probabilities.sum(2)
+            core.sum_heads(target)
+            index = IndexTensors(index_queries[:, rows], _taken(index_keys, chosen), weights[:, rows])
+            loss, *of_run = core.learn(index, target.div_(core.n_heads), seen)
+            of_index_q[:, rows], of_index_keys, of_weights[:, rows] = of_run
+            total += loss
+            _add_taken(of_index, of_index_keys, chosen)
+            del index, of_run, of_index_keys
+            of_scores = _meet(gradient, each[..., :rank].mT).to(wide)
+            of_scores.sub_((of_scores * probabilities).sum(-1, keepdim=True)).mul_(probabilities)
+            of_scores = of_scores.to(q.dtype)
+            of_q[:, rows] = _meet(of_scores, each) * core.scale
+            of_each = (_fold(of_scores, each).mT @ _fold(query, each)).flatten(0, 1)
+            used, given = _fold(probabilities.to(q.dtype), each), _fold(gradient, each)
+            of_each[..., :rank].baddbmm_(used.mT.flatten(0, 1), given.flatten(0, 1))
+            del each, probabilities, of_scores, used, given
+            _add_taken(of_latents, of_each, chosen)
         core.routing.add(Statistics({}, {"index_loss": total}))
-        of_latents, of_index = (each.to(q.dtype) for each in of_keys)
-        return of_rows[0], of_latents, of_rows[1], of_index, of_rows[2], None, None, None
+        return of_q, of_latents.to(q.dtype), of_index_q, of_index.to(q.dtype), of_weights, None, None, None
+
+
+def _of_chosen(seen: Tensor, chosen: Tensor | None) -> Tensor:
+    """Returns which of the keys `chosen` (batch, queries, top_k) are `seen` (batch or 1, queries, keys)."""
+    return seen if chosen is None else seen.expand(len(chosen), -1, -1).gather(-1, chosen.long())
