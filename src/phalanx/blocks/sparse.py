@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from math import prod
 
 from phalanx.blocks.attention import MOST_SCORES, TILED_ROWS, attention, latent_attention, visible_pairs
 from phalanx.blocks.operator import (
@@ -178,6 +179,23 @@ def _indexer(place: Place, gathered: float) -> Iterator[Operator]:
         fused=FusedProducts(2 * tokens * model.seq_len * outputs, 6 * tokens * chosen * outputs, causal=True),
         memory_bound=(MemoryBound("indexer", 2 * WIDE / 2 * tokens * keys, WIDE * tokens * chosen, 3, 2),),
     )
+
+
+def flops_beyond(model: ModelConfig) -> int:
+    """Returns the FLOPs of a layer over a sequence that its program computes beyond three times the forward formula:
+    every query meets as many keys as it may choose, and what its scores are is computed again in the backward pass; but
+    gradients are those of the chosen keys' scores, and there are none of the indexer's inputs."""
+    (core,) = (each.core for each in sparse_attention(Place(model)) if each.core)
+    sparse, seq_len = model.sparse, model.seq_len
+    keys = keys_of_query(model, seq_len)
+    attended = 2 * seq_len * keys * core.heads * (4 * core.head + 3 * core.value_head)
+    scored = 2 * seq_len * sparse.index_heads * (sparse.index_head_dim + 1) * seq_len * (keys < seq_len)
+    learned = 2 * seq_len * sparse.index_heads * (3 * sparse.index_head_dim + 2) * keys
+    matrices = sum(
+        prod(weight.shape) for each in _indexer(Place(model), 1) for weight in each.weights if weight.is_matrix
+    )
+    formula = 3 * (core.flops + 2 * seq_len**2 * sparse.index_heads * sparse.index_head_dim)
+    return attended + scored + learned - formula - 2 * seq_len * matrices
 
 
 def gated_attention(place: Place) -> Iterator[Operator]:

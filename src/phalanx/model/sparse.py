@@ -299,7 +299,8 @@ class _Chosen(torch.autograd.Function):
             of_each[..., :rank].baddbmm_(used.mT.flatten(0, 1), given.flatten(0, 1))
             del each, probabilities, of_scores, used, given
             _add_taken(of_latents, of_each, chosen)
-        core.routing.add(Statistics({}, {"index_loss": total}))
+        queries = torch.full_like(total, q.shape[0] * q.shape[1])
+        core.routing.add(Statistics({}, {"index_loss": total, "index_queries": queries}))
         return of_q, of_latents.to(q.dtype), of_index_q, of_index.to(q.dtype), of_weights, None, None, None
 
 
