@@ -27,6 +27,8 @@ WHOLE = PLAIN._replace(gradient="whole")
 INDEX_NORM_EPS = 1e-6
 """Added to the variance of the indexer's keys (transformers' DeepseekV32Indexer)."""
 
+INDEX_SCORES = 2.25
+"""Tensors of the scores of the indexer's heads: these, their gradient, and where they are above 0."""
 CHOICE = 4
 """Bytes of a chosen key's number."""
 SCORES, COPIES = 4, 2
@@ -143,7 +145,10 @@ def _workspace(place: Place) -> float:
     of_queries = queries * (heads * latent + sparse.index_heads * (sparse.index_head_dim + 1)) * width
     of_keys = keys * (latent + sparse.index_head_dim) * wide
     copies = COPIES * chosen * latent * width if chosen < keys else 0
-    run = rows * (SCORES * heads * chosen * wide + copies)
+    own = chosen * (latent + 2 * sparse.index_head_dim) * width if chosen < keys else 0
+    attended = SCORES * heads * chosen * wide + copies
+    learned = (heads + INDEX_SCORES * sparse.index_heads + SCORES) * chosen * wide + own
+    run = rows * max(attended, learned)
     return place.sequences * (of_queries + of_keys + run)
 
 

@@ -310,7 +310,7 @@ class ExpertLoads(Callback):
         """Sums what all ranks' routers recorded since the last call, up to `step`, and returns a row. A collective."""
         n, routing = self.job.model.moe.n_experts, self.routing
         noted = torch.zeros(len(self.layers) * n + len(self.sums), dtype=torch.float64, device=self.device)
-        of_layers, of_penalties = noted[: len(self.layers) * n].view(-1, n), noted[len(self.layers) * n :]
+        of_layers, of_penalties = noted[: len(self.layers) * n].view(len(self.layers), n), noted[len(self.layers) * n :]
         # All tensor ranks record the same tokens. Layers of other pipeline ranks are zero here.
         if self.mesh.owns_loss:
             for place, layer in enumerate(self.layers):
@@ -362,7 +362,8 @@ def balance_line(row: dict[str, Any]) -> str:
 
     experts: max_violation 0.42 (layer 3) idle: 0 aux_loss: 0.0213
     """
-    parts = [f"{name}: {row[name]:.4f}" for name in ("aux_loss", "z_loss", "index_loss") if name in row]
+    parts = [f"{name}: {row[name]:.4f}" for name in ("aux_loss", "z_loss") if name in row]
+    parts += [f"index_loss: {row['index_loss']:.4g}"] if "index_loss" in row else []
     if "loads" not in row:
         return f"indexer: {'  '.join(parts)}"
     parts = [f"max_violation {row['max_violation']:.2f} (layer {row['worst_layer']})", f"idle: {row['idle']}", *parts]

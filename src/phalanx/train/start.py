@@ -187,7 +187,7 @@ def notices(job: Job, tokenizer: Tokenizer) -> Iterator[str]:
     there = starting_point(job.model.from_, job.model.ignore_config)
     new_head = {"reward", "tied"} if job.model.reward else set()
     for path, here, before in config_json.differing(job.model, there.model):
-        if path in new_head:
+        if path in new_head or (path.startswith("sparse.") and not there.model.sparse.top_k):  # what begins
             continue
         yield f"model.{path} is {before} in {there.model.from_}, {here} here: its weights were trained for the former"
     if _another_tokenizer(there, tokenizer):

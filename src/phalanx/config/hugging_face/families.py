@@ -252,6 +252,9 @@ def latent(*, query_rank: Field, nope: int = 128, value: int = 128):
     )
 
 
+_EACH_CHOOSES = "every layer has an indexer of its own"
+
+
 def chosen_keys(*, heads: int):
     """Returns the terms of an indexer in every layer."""
     return (
@@ -688,26 +691,6 @@ FAMILIES: tuple[ConfigFamily, ...] = (
         harmless=UNUSED_BALANCING - {"head_dim"},
     ),
     ConfigFamily(
-        "glm_moe_dsa",
-        "GlmMoeDsaForCausalLM",
-        LLAMA_KIND | BALANCED | LATENT_KIND,
-        (
-            *sizes(context=202752, eps=1e-5),
-            *latent(query_rank=Field("q_lora_rank", "mla.q_rank", int, 2048, least=1), nope=192, value=256),
-            Rope(latent=True),
-            SILU,
-            NO_ATTENTION_BIAS,
-            *chosen_keys(heads=32),
-            Fixed("indexer_rope_interleave", (True,), True),
-            Fixed("index_topk_freq", (1,), 1, "layers that share the choice of an earlier one are not implemented"),
-            Fixed("index_topk_pattern", (None,), None, "a pattern of layers that share a choice is not implemented"),
-            *many_experts(dense=3, scale=2.5),
-        ),
-        harmless=UNUSED_BALANCING | {"indexer_types", "mlp_layer_types", "layer_types", "index_skip_topk_offset"},
-        notes=(NO_MTP,),
-        **LAYERS_AFTER,
-    ),
-    ConfigFamily(
         "deepseek_v32",
         "DeepseekV32ForCausalLM",
         LLAMA_KIND | BALANCED | LATENT_KIND,
@@ -721,6 +704,27 @@ FAMILIES: tuple[ConfigFamily, ...] = (
             *many_experts(groups=8, chosen_groups=4, dense=3, scale=2.5),
         ),
         harmless=UNUSED_BALANCING | {"mlp_layer_types", "layer_types"},
+        notes=(NO_MTP,),
+        **LAYERS_AFTER,
+    ),
+    ConfigFamily(
+        "glm_moe_dsa",
+        "GlmMoeDsaForCausalLM",
+        LLAMA_KIND | BALANCED | LATENT_KIND,
+        (
+            *sizes(context=202752, eps=1e-5),
+            *latent(query_rank=Field("q_lora_rank", "mla.q_rank", int, 2048, least=1), nope=192, value=256),
+            Rope(latent=True),
+            SILU,
+            NO_ATTENTION_BIAS,
+            *chosen_keys(heads=32),
+            Fixed("indexer_rope_interleave", (True,), True),
+            AllEqual("indexer_types", ("full",), _EACH_CHOOSES),
+            Fixed("index_topk_freq", (1,), 1, _EACH_CHOOSES),
+            Fixed("index_topk_pattern", (None,), None, _EACH_CHOOSES),
+            *many_experts(dense=3, scale=2.5),
+        ),
+        harmless=UNUSED_BALANCING | {"mlp_layer_types", "layer_types", "index_skip_topk_offset"},
         notes=(NO_MTP,),
         **LAYERS_AFTER,
     ),
