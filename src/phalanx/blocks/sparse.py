@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from math import prod
 
-from phalanx.blocks.attention import MOST_SCORES, TILED_ROWS, attention, latent_attention, visible_pairs
+from phalanx.blocks.attention import MOST_SCORES, TILED_ROWS, attention, latent_attention
 from phalanx.blocks.operator import (
     PLAIN,
     WIDE,
@@ -91,13 +91,11 @@ def _of_slices(place: Place) -> float:
 
 
 def _chosen(place: Place, core: AttentionCore) -> AttentionCore:
-    """Returns the scores and values of the chosen keys: a query has as many as before it, `top_k` at most, like one
-    with a window of that size."""
-    mla, seq_len = place.model.mla, place.model.seq_len
-    top_k = keys_of_query(place.model, seq_len)
-    pairs = -(-(2 * visible_pairs(range(seq_len), top_k) - seq_len) // place.cp) if top_k < seq_len else 0
+    """Returns the scores and values of the chosen keys."""
+    mla, keys = place.model.mla, keys_of_query(place.model, place.model.seq_len)
     return core._replace(
-        pairs=pairs or core.queries * seq_len,
+        pairs=core.queries * keys,
+        chosen=keys < place.model.seq_len,
         kv_heads=1,
         head=mla.kv_rank + mla.rope_head_dim,
         value_head=mla.kv_rank,
@@ -187,20 +185,23 @@ def _indexer(place: Place, gathered: float) -> Iterator[Operator]:
 
 
 def flops_beyond(model: ModelConfig) -> int:
-    """Returns the FLOPs of a layer over a sequence that its program computes beyond three times the forward formula:
-    every query meets as many keys as it may choose, and what its scores are is computed again in the backward pass; but
-    gradients are those of the chosen keys' scores, and there are none of the indexer's inputs."""
-    (core,) = (each.core for each in sparse_attention(Place(model)) if each.core)
+    """Returns the FLOPs of a layer over a sequence that its program computes beyond what counts: scores again in the
+    backward pass, and the sums over the indexer's heads; less its scores where all keys are chosen."""
     sparse, seq_len = model.sparse, model.seq_len
-    keys = keys_of_query(model, seq_len)
-    attended = 2 * seq_len * keys * core.heads * (4 * core.head + 3 * core.value_head)
-    scored = 2 * seq_len * sparse.index_heads * (sparse.index_head_dim + 1) * seq_len * (keys < seq_len)
-    learned = 2 * seq_len * sparse.index_heads * (3 * sparse.index_head_dim + 2) * keys
-    matrices = sum(
-        prod(weight.shape) for each in _indexer(Place(model), 1) for weight in each.weights if weight.is_matrix
-    )
-    formula = 3 * (core.flops + 2 * seq_len**2 * sparse.index_heads * sparse.index_head_dim)
-    return attended + scored + learned - formula - 2 * seq_len * matrices
+    heads, size, keys = sparse.index_heads, sparse.index_head_dim, keys_of_query(model, seq_len)
+    again = model.n_heads * (model.mla.kv_rank + model.mla.rope_head_dim) + heads * (size + 2)
+    scored = heads * seq_len if keys < seq_len else -heads * size * seq_len
+    return 2 * seq_len * (keys * again + scored)
+
+
+def unneeded_flops(model: ModelConfig, halves: bool) -> int:
+    """Returns the FLOPs of gradients that a layer does not need, over a sequence: of the indexer's inputs, and of the
+    scores of keys that are not chosen. `halves`: without what a causal mask hides."""
+    seq_len, sparse = model.seq_len, model.sparse
+    scores = seq_len * (seq_len // (1 + halves)) - seq_len * keys_of_query(model, seq_len)
+    weights = (weight for each in _indexer(Place(model), 1) for weight in each.weights if weight.is_matrix)
+    matrices = seq_len * sum(prod(weight.shape) for weight in weights)
+    return 2 * matrices + 4 * max(0, scores) * sparse.index_heads * sparse.index_head_dim
 
 
 def gated_attention(place: Place) -> Iterator[Operator]:
