@@ -21,7 +21,7 @@ from phalanx.verify.select import select
 
 FAMILIES = (
     *("llama3.2-1b", "mistral-7b", "mixtral-8x7b", "qwen2.5-7b", "qwen3-8b", "qwen3-30b-a3b", "gemma2-27b"),
-    *("gemma3-27b", "olmo2-32b", "gpt-neox-20b", "gpt-oss-20b", "kimi-k2", "glm-4.5", "glm-5"),
+    *("gemma3-27b", "olmo2-32b", "gpt-neox-20b", "gpt-oss-20b", "kimi-k2", "glm-4.5", "glm-5 model.sparse.top_k=0"),
 )
 LAYOUTS = {
     "tp": "tp=2",
@@ -41,7 +41,7 @@ LAYOUTS = {
 
 def compare(name: str) -> dict[str, float | str]:
     """Returns the largest relative difference for each layout, or why there is none."""
-    job = load_words(overrides.parse([f"model={name}"])).job
+    job = load_words(overrides.parse(f"model={name}".split())).job
     selection = select(job, lines=list(LAYOUTS.values()))
     report = verify.run(selection, 2, lambda case: echo(f"  {case.layout}: {case.seconds:.1f} s"), lambda _: None)
     found: dict[str, float | str] = {}

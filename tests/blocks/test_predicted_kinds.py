@@ -70,11 +70,10 @@ def matrices(model: ModelConfig, kind: BlockKind) -> int:
 def test_a_sparse_layer_scores_all_keys_in_its_indexer_and_attends_to_the_chosen_ones() -> None:
     model = PRESETS["deepseek-v3.2"]
     seq, top, heads, latent = model.seq_len, 2048, 128, 512
-    chosen = 2 * (top * (top + 1) // 2 + (seq - top) * top) - seq  # pairs of a window, with the masked half
-    attended = 2 * heads * chosen * (2 * latent + 64)
+    attended = 2 * heads * seq * top * (2 * latent + 64)
     scored = 2 * 64 * 128 * seq * seq
     assert attention_flops_per_sequence(model, 10) == attended + scored
-    assert attention_flops_per_sequence(model, 10, "causal") == (attended + scored) // 2
+    assert attention_flops_per_sequence(model, 10, "causal") == attended + scored // 2
     fewer = replace(model, sparse=replace(model.sparse, top_k=seq))
     assert attention_flops_per_sequence(fewer, 10) == 2 * heads * seq * seq * (2 * latent + 64) + scored
 
@@ -189,6 +188,14 @@ def test_who_trains_refuses_it(verb: str, capsys: pytest.CaptureFixture[str]) ->
         ("model=llama3-8b model.delta.n_heads=8", "is for layers with attention delta"),
         ("model=llama3-8b model.mamba.chunk=64", "is for layers with attention mamba"),
         ("model=llama3-8b model.sparse.top_k=64", "model.mla.kv_rank: attention sparse needs it above 0"),
+        ("model=glm-5 cp=2 cp_ulysses=2 global_batch=2", "ranks do not exchange heads, cp_ulysses is 2"),
+        ("model=glm-5 model.sparse.index_head_dim=32", "turn mla.rope_head_dim 64 elements of the indexer's heads"),
+        ("model=glm-5 model.dropout=0.1", "is for scores over all keys, of which an indexer chooses some"),
+        ("model=glm-5 model.lora.rank=2 model.sparse.dense_warmup=true", "trains the indexer alone, without adapters"),
+        (
+            "model=glm-5 model.sparse.dense_warmup=true sync=local_sgd dp_replicate=2",
+            "sparse.dense_warmup true most",
+        ),
         ("model=gpt-neox-20b model.feed_forward=none", "adds two halves, and some layers have one"),
         ("model=llama3-8b model.mtp=32", "must leave a layer before the modules"),
         ("model=mixtral-8x7b model.moe.shared_gate=true", "is for shared experts: model.moe.n_shared above 0"),

@@ -114,7 +114,7 @@ def test_a_name_gives_the_details(capsys):
         assert fact in text
     entry = json.loads(output(capsys, "glm-5", "--json"))
     assert entry["active_parameters"] == count_active(PRESETS["glm-5"])
-    assert "full attention" in entry["note"]
+    assert "sparse attention" in entry["note"]
 
 
 @pytest.mark.parametrize("name", CATALOGUE)

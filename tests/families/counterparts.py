@@ -70,6 +70,7 @@ class Counterpart:
 _SMALL_LLAMA3 = {"rope_scaling": {"original_seq_len": 16}}
 _SMALL_EXPERTS = {"n_experts": 8, "top_k": 3, "d_ff": 12, "aux_loss": 0.0}
 _SMALL_LATENT = {"q_rank": 12, "kv_rank": 10, "rope_head_dim": 6, "nope_head_dim": 8, "v_head_dim": 7}
+_SMALL_INDEX = {"top_k": 9, "index_heads": 12, "index_head_dim": 10}
 _SMALL_DELTA = {"n_heads": 4, "key_heads": 2, "key_head_dim": 6, "head_dim": 5}
 
 _SMALL_LLAMA4: dict[str, Any] = {"n_layers": 4, "window": 7, "query_growth": {"length": 6}}
@@ -154,11 +155,23 @@ COUNTERPARTS: dict[str, Counterpart] = {
     ),
     "glm-4.5": Counterpart("glm4_moe", {"moe": _SMALL_EXPERTS | {"n_dense_layers": 1}}),
     "solar-open-100b": Counterpart("solar_open", {"moe": _SMALL_EXPERTS}),
-    # With as many selected keys as there are, its sparse attention is full.
     "glm-5": Counterpart(
         "glm_moe_dsa",
-        {"moe": _SMALL_EXPERTS | {"n_dense_layers": 1}, "mla": _SMALL_LATENT | {"norm_eps": 1e-6}},
-        extra={"index_topk": 8192},
+        {
+            "moe": _SMALL_EXPERTS | {"n_dense_layers": 1},
+            "mla": _SMALL_LATENT | {"norm_eps": 1e-6},
+            "sparse": _SMALL_INDEX,
+        },
+    ),
+    "deepseek-v3.2": Counterpart(
+        "deepseek_v32",
+        {
+            "moe": _SMALL_EXPERTS | {"n_groups": 4, "top_groups": 2, "n_dense_layers": 1},
+            "mla": _SMALL_LATENT,
+            "sparse": _SMALL_INDEX,
+            "rope_scaling": {"original_seq_len": 64, "kind": "yarn", "factor": 32.0},
+            "attention_scale": 14**-0.5 * (0.1 * log(32) + 1) ** 2,
+        },
     ),
 }
 """By the preset whose kind the small model has."""
@@ -176,7 +189,7 @@ def small_model(model: ModelConfig, fields: Mapping[str, Any]) -> ModelConfig:
         "vocab_size": 50,
         "seq_len": 24,
     } | fields
-    for part in ("moe", "mla", "delta", "rope_scaling", "query_growth", "wide"):
+    for part in ("moe", "mla", "sparse", "delta", "rope_scaling", "query_growth", "wide"):
         if part in sizes:
             sizes[part] = replace(getattr(model, part), **sizes[part])
     return replace(model, **sizes)

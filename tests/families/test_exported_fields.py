@@ -26,7 +26,7 @@ from phalanx.verify.exchange import InFloat64
 WHOLE = "PHALANX_FAMILIES" in os.environ
 NO_SHAPE = {"preset", "from_", "ignore_config", "lora.rank", "lora.alpha", "lora.targets"}
 """Where a model comes from, and adapters, which an export merges."""
-PRICED = ("mtp", "reward", "moe.latent", "sparse.", "mamba.")
+PRICED = ("mtp", "reward", "moe.latent", "mamba.")
 """Begin fields of layers that are predicted and not trained (tests/blocks/test_predicted_kinds.py), and of modules for
 further tokens and heads for rewards, whose files have tests of their own."""
 SWITCHES = (False, True)
@@ -129,9 +129,14 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "mla.nope_head_dim": (6,),
     "mla.v_head_dim": (5,),
     "mla.norm_eps": (0.0, 0.02),
+    "sparse.top_k": (0, 5),
+    "sparse.index_heads": (11,),
+    "sparse.index_head_dim": (8,),
+    "sparse.dense_warmup": SWITCHES,
+    "sparse.index_loss": (0.1,),
 }
-TOLD = {"moe.capacity"}
-"""Dropped tokens belong to training: an export says that transformers drops none."""
+TOLD = {"moe.capacity", "sparse.dense_warmup"}
+"""They belong to training: an export says that transformers drops no tokens, and attends to chosen keys."""
 
 NAMED_BY: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(
@@ -146,6 +151,7 @@ NAMED_BY: dict[str, tuple[str, ...]] = {
     "n_heads": ("n_kv_heads",),
     "n_layers": ("moe_layers", "layer_types"),
     "nope_every": ("query_growth.rate",),
+    "sparse.top_k": ("index_topk is 0",),
 }
 """The fields that a refusal may name for another: one that depends on it, or theirs."""
 

@@ -38,6 +38,11 @@ CASES = {
     "llama4-scout-17b-16e window=2048": ("tp=2,ep=2,dp_shard=2,recompute=full",),
     "ministral-8b window=2048": ("cp=2,tp=2,sp=true",),
     "ministral3-8b": ("cp=2,pp=2",),
+    "deepseek-v3.2": (
+        *("dp_shard=2,tp=2,sp=true,ep=2,zero=3", "cp=2,tp=2,sp=true", "pp=2,schedule=zb_h1"),
+        *("cp=2,pp=2,pp_slices=2,schedule=terapipe", "dp_shard=2,zero=2,recompute=products"),
+    ),
+    "glm-5 sparse.dense_warmup=true": ("pp=2,tp=2,recompute=full", "cp=2,dp_shard=2"),
 }
 
 

@@ -28,7 +28,7 @@ from phalanx.config.clusters import cluster_of
 from phalanx.config.job import IGNORE, Checkpoint, Data, DpoOptions, Job, Optimizer, RunOptions, Train
 from phalanx.config.layout import Layout
 from phalanx.config.layout_line import parse
-from phalanx.config.model import LoRA, ModelConfig, MoE
+from phalanx.config.model import MLA, LoRA, ModelConfig, MoE, SparseAttention
 from phalanx.cost.job_spec import stages
 from phalanx.cost.traffic import step_traffic
 from phalanx.data.mixture import open_split
@@ -621,3 +621,37 @@ def test_adapters_begin_beside_weights_from_outside_and_are_merged_or_taken_over
 def test_adapters_beside_random_weights_are_told(caplog):
     start.begin(Job(model=ModelConfig(lora=ADAPTERS)), cast(Any, None), cast(Any, None), reports=True)
     assert "random weights, which stay as they are: model.from names trained ones" in caplog.text
+
+
+def test_an_indexer_begins_beside_dense_weights_and_is_trained_alone_then_with_all(ranks, tmp_path: Path):
+    """Dense, warm-up and sparse stage, each from the one before; the last on two ranks."""
+    latents = MLA(q_rank=8, kv_rank=8, rope_head_dim=4, nope_head_dim=4, v_head_dim=4)
+    model = replace(CHAT, n_kv_heads=0, mla=latents, norm="rmsnorm", bias=False, vocab_size=VOCAB, init_std=0.3)
+    job = Job(
+        model=model,
+        cluster=Cluster(peak_tflops=1.0),
+        data=Data(corpus="random", random_vocab=VOCAB, random_tokens=4096, dir=str(tmp_path / "data")),
+        optimizer=Optimizer(lr=1e-2, warmup_steps=1),
+        train=Train(steps=4, global_batch=4, precision="fp64"),
+        run=RunOptions(name="dense", dir=str(tmp_path / "runs"), sample_tokens=0),
+    )
+    ranks(train, 1, job)
+    for name in ("dense", "warm"):  # which the command writes, not the ranks
+        (tmp_path / "runs" / name).mkdir(exist_ok=True)
+        (tmp_path / "runs" / name / "config.yaml").write_text("{}\n")
+    index = SparseAttention(top_k=16, index_heads=3, index_head_dim=4, dense_warmup=True)
+    warm = replace(model, sparse=index, from_=str(tmp_path / "runs" / "dense"))
+    warming = change(replace(job, model=warm), "run", name="warm")
+    ranks(train, 1, warming)
+    before, after = (weights(each) for each in (job, warming))
+    assert {name for name in before if name.startswith("blocks") and "/" not in name} <= after.keys()
+    parameters = {name for name in before if "/" not in name}
+    assert all(torch.equal(before[name], after[name]) for name in parameters)
+    assert sum("attn.index" in name and "/" not in name for name in after) == 2 * 5
+    learned = [row["index_loss"] for row in rows(warming, "indexer")]
+    assert learned[-1] < learned[0]
+    sparse = replace(warm, sparse=replace(index, dense_warmup=False), from_=str(tmp_path / "runs" / "warm"))
+    last = change(replace(job, model=sparse, layout=Layout(tp=2)), "run", name="sparse")
+    ranks(train, 2, last)
+    assert not torch.equal(weights(last)["embed.weight"], after["embed.weight"])
+    assert rows(last, "indexer")[-1]["index_loss"] > 0

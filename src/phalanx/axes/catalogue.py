@@ -16,6 +16,7 @@ from phalanx.config.added import AXIS_OPTIONS, OptionsTable
 from phalanx.config.fields import get
 from phalanx.config.job import Job
 from phalanx.config.layout import Layout
+from phalanx.techniques.adapters import freezing
 from phalanx.techniques.catalogue import techniques_of
 from phalanx.techniques.technique import Problem
 
@@ -95,8 +96,9 @@ def _outside(job: Job) -> Iterator[Problem]:
         yield "layout.data_parallel", f"threads share the parameters of {own}; nearest legal: data_parallel=ddp"
     if layout.offload != "none":
         yield "layout.offload", f"replicas along {own} agree on their device; nearest legal: offload=none"
-    if job.model.lora.rank:
-        yield "model.lora.rank", f"{own} averages all parameters, and most are frozen; nearest legal: lora.rank=0"
+    if job.model.freezes:
+        path, legal = freezing(job.model)
+        yield path, f"{own} averages all parameters, and most are frozen; nearest legal: {legal}"
     for other, technique in techniques_of(job).items():
         if other in ("preference", "policy") and technique.is_on(job):
             yield at, "a loss that compares sequences needs replicas that sum gradients; nearest legal: size 1"

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterator
 
 from phalanx.axes.axis import AxisEntry
-from phalanx.blocks.kinds import ATTENTION, attention_models, block_kinds
+from phalanx.blocks.kinds import ATTENTION, attention_models, block_kinds, chosen_kinds
 from phalanx.config.job import Job
 from phalanx.config.layout import Layout
 from phalanx.config.model import ModelConfig
@@ -101,6 +101,14 @@ def _exchanges(layout: Layout, model: ModelConfig) -> bool:
 def _ulysses(layout: Layout, model: ModelConfig) -> Iterator[Problem]:
     """Yields the problems of the number of cp ranks that exchange heads."""
     ranks = layout.cp_ulysses
+    gathering = [name for name in chosen_kinds(model, "attention") if ATTENTION[name].gathers]
+    if ranks > 1 and gathering:
+        yield (
+            "layout.cp_ulysses",
+            f"attention {gathering[0]} chooses from the keys of whole sequences, which each rank gathers for its own "
+            f"queries: ranks do not exchange heads, cp_ulysses is {ranks}; nearest legal: 1",
+        )
+        return
     if layout.cp % ranks:
         equation = f"cp {layout.cp} / cp_ulysses {ranks} is not an integer"
     elif _exchanges(layout, model):

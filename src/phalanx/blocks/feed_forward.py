@@ -35,7 +35,7 @@ def dense(place: Place) -> Iterator[Operator]:
     )
     yield activation
     # The sum of a frozen matrix's outputs, or of tiles', saves nothing of its own.
-    again = not (place.model.lora.rank or "mlp" in place.tiled) or needs_sum(place.model)
+    again = not (place.model.freezes or "mlp" in place.tiled) or needs_sum(place.model)
     yield replace(down, results=down_result(place)).sending(*leave(place, again=again))
 
 
@@ -243,7 +243,7 @@ def _router(place: Place, spread: Spread) -> Operator:
     routed = 8 * tokens * moe.n_experts
     # Shared experts read the same input.
     reads = (
-        not model.lora.rank
+        not model.freezes
         or moe.scale_inputs
         or (moe.n_shared and saved_input(place, "feed_forward", "moe.shared.up", "moe.shared.gate"))
     )

@@ -86,6 +86,8 @@ class AttentionKind(SublayerKind):
     by_heads: Callable[[ModelConfig], tuple[int, int]] | None = None
     """The numbers of heads, and of what they share, of a kind without cores whose heads are computed each by itself:
     context-parallel ranks exchange tokens for them. None: no rank may hold a part of a sequence."""
+    gathers: bool = False
+    """Whether context-parallel ranks gather what keys are made of, for all heads, so that none exchange heads."""
     cores: tuple[str, ...]
     """The names of the CoreAttention modules in its module, outside which tokens do not meet: selective recomputation
     repeats them, and context parallelism replaces them. None: no rank may hold a part of a sequence."""
@@ -272,7 +274,23 @@ def latent_problems(model: ModelConfig) -> Iterator[tuple[str, str]]:
         yield "model.positions", f"latent attention needs rotary positions: rope, is {positions}"
 
 
-SMALL_EXPERTS, SMALL_DELTAS = 8, 4
+def sparse_problems(model: ModelConfig) -> Iterator[tuple[str, str]]:
+    """Yields the problems of latent attention to chosen keys."""
+    yield from latent_problems(model)
+    size, turned = model.sparse.index_head_dim, model.mla.rope_head_dim
+    if size < turned:
+        why = f"positions turn mla.rope_head_dim {turned} elements of the indexer's heads, which have {size}"
+        yield "model.sparse.index_head_dim", f"{why}; nearest legal: {turned}"
+    if model.warms_up and model.lora.rank:
+        why = "trains the indexer alone, without adapters; nearest legal: dense_warmup=false, or lora.rank=0"
+        yield "model.sparse.dense_warmup", why
+    why = "is for scores over all keys, of which an indexer chooses some"
+    for name in ("dropout", "window", "attention_softcap", "sinks"):
+        if getattr(model, name):
+            yield f"model.{name}", f"{why}; nearest legal: {name}={'false' if name == 'sinks' else 0}"
+
+
+SMALL_EXPERTS, SMALL_DELTAS, SMALL_CHOICE = 8, 4, 8
 SMALL_Q_RANK, SMALL_KV_RANK, SMALL_PART = 16, 8, 4
 """Latent attention: the ranks of its compressions, and the size of each part of a head."""
 
@@ -312,6 +330,15 @@ def smaller_latents(model: ModelConfig, small: ModelConfig, max_ranks: int) -> M
         v_head_dim=min(mla.v_head_dim, SMALL_PART),
     )
     return replace(small, mla=latents)
+
+
+def smaller_index(model: ModelConfig, small: ModelConfig, max_ranks: int) -> ModelConfig:
+    """Returns `small` with smaller latents than `model`, and fewer and smaller heads of the indexer, which chooses from
+    more keys than it may."""
+    small, sparse = smaller_latents(model, small, max_ranks), model.sparse
+    heads, size = min(sparse.index_heads, SMALL_CHOICE), min(sparse.index_head_dim, 2 * SMALL_PART)
+    choice = min(sparse.top_k, small.seq_len // 4)
+    return replace(small, sparse=replace(sparse, top_k=choice, index_heads=heads, index_head_dim=size))
 
 
 def delta_problems(model: ModelConfig) -> Iterator[tuple[str, str]]:
@@ -393,10 +420,13 @@ ATTENTION: Registry[AttentionKind] = Registry(
             title="multi-head latent attention to keys that an indexer chooses",
             source="DeepSeek-AI 2025 (arXiv 2512.02556), section 2.1",
             operators=sparse_attention,
-            module=None,
-            cores=(),
+            module="phalanx.model.sparse:IndexedAttention",
+            connection=Connection(writes=("wo",)),
+            cores=("core",),
+            gathers=True,
             needs=("mla.kv_rank", "sparse.top_k"),
-            problems=latent_problems,
+            problems=sparse_problems,
+            shrink=smaller_index,
         ),
         "gated_heads": AttentionKind(
             title="multi-head attention with a gate of its output",

@@ -151,6 +151,8 @@ class AttentionCore(NamedTuple):
     value_head: int
     steps: int = 1
     """Steps of ring attention, each over one part of the keys; their results are merged (Liu et al. 2023)."""
+    chosen: bool = False
+    """Whether the pairs are those of chosen keys, half of which no causal mask hides."""
 
     @property
     def flops(self) -> int:
@@ -160,7 +162,7 @@ class AttentionCore(NamedTuple):
     @property
     def keys_per_query(self) -> float:
         """Keys per query in each step, without halving for the causal mask."""
-        return self.pairs / self.queries / self.steps
+        return (1 + self.chosen) * self.pairs / self.queries / self.steps
 
 
 class FusedProducts(NamedTuple):

@@ -15,6 +15,7 @@ from typing import Literal
 from phalanx.blocks.kinds import BlockKind, block, block_kinds
 from phalanx.blocks.operator import Place, Weight, is_expert
 from phalanx.blocks.residual import by_layer, embedding_weights, head_rows, head_weights
+from phalanx.blocks.sparse import unneeded_flops
 from phalanx.config.model import ModelConfig
 from phalanx.errors import JobError
 
@@ -148,7 +149,8 @@ def forward_flops_per_sequence(model: ModelConfig, vocab_size: int | None, atten
 def train_flops_per_token(model: ModelConfig) -> int:
     """Returns the FLOPs per token of forward and backward pass: three times the forward pass, less the weight gradients
     of frozen matrices."""
-    return (1 + BACKWARD_PER_FORWARD) * forward_flops_per_token(model) - _frozen_flops_per_token(model, None)
+    spared = _frozen_flops_per_token(model, None) + _unneeded_flops(model, "full") // model.seq_len
+    return (1 + BACKWARD_PER_FORWARD) * forward_flops_per_token(model) - spared
 
 
 def train_flops_per_step(
@@ -156,8 +158,14 @@ def train_flops_per_step(
 ) -> int:
     """Returns the FLOPs of one optimizer step over a global batch of `sequences`, on all devices together."""
     forward = forward_flops_per_sequence(model, vocab_size, attention)
-    frozen = model.seq_len * _frozen_flops_per_token(model, vocab_size)
-    return sequences * ((1 + BACKWARD_PER_FORWARD) * forward - frozen)
+    spared = model.seq_len * _frozen_flops_per_token(model, vocab_size) + _unneeded_flops(model, attention)
+    return sequences * ((1 + BACKWARD_PER_FORWARD) * forward - spared)
+
+
+def _unneeded_flops(model: ModelConfig, attention: Attention) -> int:
+    """Returns the FLOPs over a sequence of gradients that indexers do not need; 0 without them."""
+    layers = sum(kind.attention == "sparse" for kind in block_kinds(model))
+    return layers and layers * unneeded_flops(model, halves=attention == "causal")
 
 
 def block_flops_per_token(model: ModelConfig, layer: int) -> int:
@@ -189,8 +197,8 @@ def _flops_of(model: ModelConfig, weights: Iterable[Weight]) -> int:
 
 
 def _frozen_flops_per_token(model: ModelConfig, vocab_size: int | None) -> int:
-    """Returns the FLOPs per token of one product with each frozen matrix: none without adapters."""
-    if not model.lora.rank:
+    """Returns the FLOPs per token of one product with each frozen matrix."""
+    if not model.freezes:
         return 0
     kinds = Counter(block_kinds(model)).items()
     blocks = sum(n * _flops_of(model, (w for w in block_weights(model, kind) if w.frozen)) for kind, n in kinds)
@@ -215,14 +223,15 @@ def _core_flops(model: ModelConfig, kind: BlockKind) -> int:
     """Returns those that a causal mask halves."""
     operators = block(Place(model), kind)
     scores = sum(int(each.fused.forward) for each in operators if each.fused and each.fused.causal)
-    return scores + sum(operator.core.flops for operator in operators if operator.core)
+    return scores + sum(each.core.flops for each in operators if each.core and not each.core.chosen)
 
 
 @lru_cache(1024)
 def _scan_flops(model: ModelConfig, kind: BlockKind) -> int:
-    """Returns those of recurrences, without a mask."""
+    """Returns those of recurrences and of chosen keys, without a mask."""
     operators = block(Place(model), kind)
-    return sum(int(each.fused.forward) for each in operators if each.fused and not each.fused.causal)
+    chosen = sum(each.core.flops for each in operators if each.core and each.core.chosen)
+    return chosen + sum(int(each.fused.forward) for each in operators if each.fused and not each.fused.causal)
 
 
 def head_flops_per_token(model: ModelConfig, vocab_size: int | None = None) -> int:

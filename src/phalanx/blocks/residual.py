@@ -15,6 +15,8 @@ from phalanx.config.model import LoRA, ModelConfig
 
 A, B = "lora_a", "lora_b"
 """The adapter's layers, inside the linear layer of their matrix."""
+INDEX = "attn.index."
+"""How the names of an indexer's weights begin (blocks/sparse.py)."""
 EVERY = "all"
 """The target that stands for every matrix."""
 
@@ -25,8 +27,12 @@ def is_adapter(name: str) -> bool:
 
 
 def frozen(model: ModelConfig, weights: Iterable[Weight]) -> tuple[Weight, ...]:
-    """Returns weights outside the blocks, or of norms: frozen if the model has adapters."""
-    return tuple(weight._replace(frozen=True) for weight in weights) if model.lora.rank else tuple(weights)
+    """Returns weights that are not an adapter's: frozen if the model has adapters, or if its indexer alone is
+    trained."""
+    if not model.freezes:
+        return tuple(weights)
+    own = INDEX if model.warms_up else A
+    return tuple(weight if weight.name.startswith(own) else weight._replace(frozen=True) for weight in weights)
 
 
 def layer_of(name: str) -> str:
@@ -55,7 +61,7 @@ def saved_input(place: Place, half: Half, *layers: str) -> int:
     """Returns the bytes per element of the input of some linear layers that is saved for the gradients of their
     weights: none if they are frozen and have no adapters, which read the same."""
     lora = place.model.lora
-    return place.read if not lora.rank or any(is_target(lora, half, layer) for layer in layers) else 0
+    return place.read if not place.model.freezes or any(is_target(lora, half, layer) for layer in layers) else 0
 
 
 def targets(place: Place, half: Half, operators: Iterable[Operator]) -> Iterator[str]:
@@ -75,7 +81,7 @@ def adapted(place: Place, half: Half, operators: Iterable[Operator]) -> Iterator
     are targets; without adapters the operators themselves."""
     lora = place.model.lora
     for operator in operators:
-        if not lora.rank:
+        if not place.model.freezes:
             yield operator
             continue
         yield replace(operator, weights=frozen(place.model, operator.weights))
@@ -256,7 +262,7 @@ def norm_saved(place: Place, numbers: int, *, read: int = 0, shared: bool = Fals
     own = 0 if shared else (read or numbers) * width
     if not place.profile.rms_copies or model.norm != "rmsnorm":
         return own
-    normed = 0 if model.lora.rank else numbers * wide
+    normed = 0 if model.freezes else numbers * wide
     return (own if width == wide else numbers * wide) + normed
 
 
@@ -298,7 +304,7 @@ def embedding(place: Place, vocabulary: int) -> Operator:
         scaled = 2 * place.hidden / place.token_share
         work.append(MemoryBound("scale", scaled, scaled))
     messages = tuple(leave(place))
-    if model.lora.rank:  # nothing before the first block has a gradient
+    if model.freezes:  # nothing before the first block has a gradient
         work = [each._replace(backward=0) for each in work]
         messages = tuple(each._replace(backward=0) for each in messages)
     return Operator("embedding", embedding_weights(model, vocabulary), memory_bound=tuple(work), messages=messages)
@@ -342,7 +348,7 @@ def joined(place: Place) -> Iterator[Operator]:
         name="join embedding",
         weights=(),
         # A frozen embedding has no gradient.
-        messages=tuple(each._replace(backward=0) if model.lora.rank else each for each in leave(place, again=False)),
+        messages=tuple(each._replace(backward=0) if model.freezes else each for each in leave(place, again=False)),
     )
     # Of all tokens the hidden states are the input of the head of the depth before, which counts them.
     norms = norm_saved(place, width, shared=place.token_share == 1) + norm_saved(place, width)

@@ -128,7 +128,7 @@ AT_MOST: list[tuple[int, str, list[str]]] = [
             *("model.rope_scaling.beta_fast", "model.rope_scaling.beta_slow"),
             *(f"model.moe.{name}" for name in ("route_scale", "aux_loss", "z_loss", "bias_rate")),
             *(f"model.{name}" for name in ("norm_eps", "rope_theta", "window_rope_theta", "init_std")),
-            *("model.lora.alpha", "model.mla.norm_eps"),
+            *("model.lora.alpha", "model.mla.norm_eps", "model.sparse.index_loss"),
             *(f"model.{name}" for name in ("attention_scale", "attention_softcap", "logit_softcap", "logit_divisor")),
             *(f"model.{name}_multiplier" for name in ("embedding", "residual")),
             "model.query_growth.rate",

@@ -133,6 +133,8 @@ def start_problems(job: Job, given: Set[str]) -> Iterator[Problem]:
             )
         if job.model.reward:  # its head begins anew
             there = replaced(there, reward=True, tied=False)
+        if not there.sparse.top_k and not there.attention:  # and an indexer
+            there = replaced(there, sparse=job.model.sparse)
         if _shapes(job.model) == _shapes(there):
             return
         names = [path for path, _, _ in config_json.differing(job.model, there)]

@@ -272,7 +272,7 @@ def as_json(spec: StepSpec, prediction: Prediction, traffic: dict[str, dict[str,
     """Returns the document of `--json` (docs/guides/predict.md)."""
     hints = [] if prediction.fits else [vars(one) for one in advice(spec)]
     sizes = {"parameters": count(spec.model), "active_parameters": count_active(spec.model)}
-    if spec.model.lora.rank:
+    if spec.model.freezes:
         sizes["trained_parameters"] = count_trained(spec.model)
     notes = [*filter(None, [slow_format(spec), not_covered(spec.compared)])]
     return {**document(prediction), **sizes, "traffic_bytes": traffic, "advice": hints, "notes": notes}
@@ -280,11 +280,11 @@ def as_json(spec: StepSpec, prediction: Prediction, traffic: dict[str, dict[str,
 
 def report(spec: StepSpec, prediction: Prediction, traffic: dict[str, dict[str, float]]) -> str:
     low, high = prediction.spread
-    step = prediction.step_time_s
+    step, who = prediction.step_time_s, "the indexer trains" if spec.model.warms_up else "adapters train"
     lines = [
         f"{subject(spec, spec.layout.world)}: {spec.layout.line()}",
         spec.batch.equation(),
-        *([f"adapters train {trained_text(spec.model)}"] if spec.model.lora.rank else []),
+        *([f"{who} {trained_text(spec.model)}"] if spec.model.freezes else []),
         "",
         f"step time: {step:.4g} s ({low * step:.4g} to {high * step:.4g})  "
         f"tps: {prediction.tokens_per_s_per_device:,.0f}  tps_total: {prediction.tokens_per_s:,.0f}  "

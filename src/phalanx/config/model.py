@@ -135,6 +135,10 @@ class SparseAttention:
     """Query heads of the indexer, which share one key head."""
     index_head_dim: Annotated[int, Interval(1)] = 128
     """Size of a head of the indexer."""
+    dense_warmup: bool = False
+    """The stage before: queries attend to all keys, the indexer alone is trained, and all other weights are frozen."""
+    index_loss: Annotated[float, Interval(0)] = 1.0
+    """Coefficient of the indexer's loss, the KL divergence of its scores from the mean of the heads' probabilities."""
 
 
 @dataclass(frozen=True)
@@ -361,6 +365,17 @@ class ModelConfig(Hashed):
     @property
     def kv_heads(self) -> int:
         return self.n_kv_heads or self.n_heads
+
+    @property
+    def freezes(self) -> bool:
+        """Whether the model's own weights are frozen: beside adapters, and while the indexer of sparse attention warms
+        up."""
+        return self.lora.rank > 0 or self.warms_up
+
+    @property
+    def warms_up(self) -> bool:
+        """Whether the indexer of sparse attention alone is trained."""
+        return self.sparse.top_k > 0 and self.sparse.dense_warmup
 
     @property
     def head_size(self) -> int:

@@ -174,7 +174,7 @@ def _gathered_outside(model: ModelConfig, layout: Layout, first: bool, last: boo
     weights = [*(embedding_weights(model, vocab) if first else ()), *(head_weights(model, vocab) if last else ())]
     within = sum(weight.size_on(tp) for weight in weights if is_tiled(weight, layout))
     tile = -(-table(model, tp) // model.d_model // layout.tiles) * model.d_model
-    gradient = 0 if model.lora.rank or not last else tile if head_tiles(model, layout) > 1 else table(model, tp)
+    gradient = 0 if model.freezes or not last else tile if head_tiles(model, layout) > 1 else table(model, tp)
     return GatheredParameters(outside(model, tp, first, last) - within, gradient, tile if within else 0)
 
 
@@ -206,7 +206,7 @@ def parameter_counts(
     """Returns the parameters of a rank with so many `blocks` of each kind, and with the embedding (`first`) and the
     head (`last`)."""
     dense = outside(model, layout.tp, first, last)
-    trained = 0 if model.lora.rank else dense
+    trained = 0 if model.freezes else dense
     experts = trained_experts = 0
     for kind, many in blocks:
         each = block_parameters(model, layout, kind)

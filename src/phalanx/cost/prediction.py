@@ -9,12 +9,14 @@ from typing import Literal
 
 import numpy as np
 
+from phalanx.blocks.kinds import block_kinds
 from phalanx.blocks.parameters import (
     attention_flops_per_sequence,
     block_flops_per_sequence,
     repeated_flops_per_sequence,
     train_flops_per_step,
 )
+from phalanx.blocks.sparse import flops_beyond
 from phalanx.config.layout import Layout
 from phalanx.config.model import ModelConfig
 from phalanx.cost.communication import boundary_seconds, group
@@ -216,7 +218,7 @@ def _repeated_flops_per_sequence(model: ModelConfig, recomputes: str, sp: bool) 
             flops += attention_flops_per_sequence(model, layer)
         elif mode == "mlp":
             flops += repeated_flops_per_sequence(model, layer, sp)
-    return flops
+    return flops + sum(flops_beyond(model) for kind in block_kinds(model) if kind.attention == "sparse")
 
 
 def step_parts(spec: StepSpec) -> Parts:

@@ -419,7 +419,7 @@ class RankParts:
         """Returns the bytes of a micro-batch's input of the head and gradient of the logits, unless these come in
         chunks or the head is frozen."""
         step, layout = self.step, self.layout
-        if self.logits_of or head_tiles(self.model, layout) > 1 or self.model.lora.rank:
+        if self.logits_of or head_tiles(self.model, layout) > 1 or self.model.freezes:
             return 0.0
         return step.tokens * (table(self.model, layout.tp) // self.model.d_model + self.model.d_model) * self.width
 
@@ -618,7 +618,7 @@ class RankParts:
 
     def head_gradient(self) -> int:
         """Returns the bytes of the gradient of the head's part here. ZeRO-3's is in `whole`."""
-        counted = self.model.lora.rank or gathers_parameters(self.layout)
+        counted = self.model.freezes or gathers_parameters(self.layout)
         return 0 if counted else table(self.model, self.layout.tp) * self.width
 
 

@@ -440,7 +440,7 @@ def _of_chunk(spec: StepSpec, operators: Iterable[Operator], chunks: float) -> I
             ),
             messages=tuple(each._replace(elements=each.elements / chunks) for each in operator.messages),
         )
-    if chunks > 1 and not spec.model.lora.rank:
+    if chunks > 1 and not spec.model.freezes:
         yield Operator(
             "sum", memory_bound=(MemoryBound("sum", 2 * table(spec.model, spec.layout.tp), 0, kernels=0, launches=0),)
         )
@@ -450,7 +450,7 @@ def _repeats_logits(spec: StepSpec) -> bool:
     """Returns whether the backward pass computes logits again: of tiles, or of chunks of sequences that are
     compared, the factors of whose gradients are known when the whole loss is."""
     return head_tiles(spec.model, spec.layout) > 1 or (
-        bool(spec.compared) and not spec.model.lora.rank and spec.layout.logits_of(place(spec).tokens) > 0
+        bool(spec.compared) and not spec.model.freezes and spec.layout.logits_of(place(spec).tokens) > 0
     )
 
 

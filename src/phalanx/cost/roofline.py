@@ -127,7 +127,11 @@ def _attention(spec: StepSpec, here: Place, kind: BlockKind) -> OperatorPoint:
     core, waits = operator.core, _waits(spec, here, operator)
     assert core is not None, "chosen for having one"
     alone = replace(operator, memory_bound=(), saved=(), messages=())
-    pairs = max(core.queries, core.pairs // 2) if spec.framework.attention == "flash" else core.queries * core.keys
+    pairs = (
+        max(core.queries, core.pairs // (1 if core.chosen else 2))
+        if spec.framework.attention == "flash"
+        else core.queries * core.keys
+    )
     flops = 2.0 * core.sequences * core.heads * pairs * (core.head + core.value_head)
     return _point(spec, "attention", alone, flops, "fp32" if spec.products == "fp32" else "bf16", waits)
 

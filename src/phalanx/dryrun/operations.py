@@ -46,7 +46,8 @@ def flops_of(func: Any, args: Any, kwargs: Any, out: Any) -> float:
             work = 2.0 * math.prod(q.shape[:-1]) * longest * (q.shape[-1] + v.shape[-1])
             return work if forward else 2 * work
         case _:
-            count = flop_registry.get(func._overloadpacket)
+            # In place (addmm_, baddbmm_) as otherwise, for which alone torch has a formula.
+            count = flop_registry.get(getattr(aten, name.removesuffix("_"), func._overloadpacket))
             return float(count(*args, **kwargs, out_val=out)) if count else 0.0
 
 

@@ -222,6 +222,8 @@ def _left_out(model: ModelConfig) -> Iterator[str]:
         yield (
             "transformers scores a text at its last token that is not pad_token_id: set that in config.json for batches"
         )
+    if model.warms_up:
+        yield "sparse.dense_warmup=true attends to all keys here; transformers attends to those that are chosen"
     if model.moe.n_experts and model.moe.capacity:
         yield f"moe.capacity={model.moe.capacity:g} drops tokens here; transformers routes every token"
 

@@ -88,8 +88,10 @@ _SHARED = (
 )
 
 
-def _rotary(ours: str, theirs: str, heads: Literal["queries", "keys", "shared"]) -> WeightLink:
-    return WeightLink((f"blocks.{{}}.{ours}.weight",), (f"{_LAYER}.{theirs}.weight",), rotary_rows(heads))
+def _rotary(
+    ours: str, theirs: str, heads: Literal["queries", "keys", "shared", "index", "index key"], kind: str = "weight"
+) -> WeightLink:
+    return WeightLink((f"blocks.{{}}.{ours}.{kind}",), (f"{_LAYER}.{theirs}.{kind}",), rotary_rows(heads))
 
 
 _LATENT = (
@@ -128,6 +130,18 @@ _MODULES = _block(
 )
 """Modules for further tokens as DeepSeek-V3 stores them."""
 _COPIES = (("embed.weight", f"{_LAYER}.embed_tokens.weight"), ("head.weight", f"{_LAYER}.shared_head.head.weight"))
+_OF_INDEX = {"wq": "wq_b", "wk": "wk", "weights": "weights_proj", "norm": "k_norm"}
+_INDEX = (
+    *_block({f"attn.index.{ours}": f"self_attn.indexer.{theirs}" for ours, theirs in _OF_INDEX.items()}),
+    equal("blocks.{}.attn.index.norm.bias", f"{_LAYER}.self_attn.indexer.k_norm.bias"),
+)
+_INDEX_OF_NEIGHBOURS = (
+    *_block({"attn.index.weights": "self_attn.indexer.weights_proj"}),
+    _rotary("attn.index.wq", "self_attn.indexer.wq_b", "index"),
+    _rotary("attn.index.wk", "self_attn.indexer.wk", "index key"),
+    *(_rotary("attn.index.norm", "self_attn.indexer.k_norm", "index key", kind) for kind in _KINDS),
+)
+"""Where neighbours are pairs in an indexer as well (GLM-5; not in DeepSeek-V3.2)."""
 _DEEPSEEK = (*_ends(), *_LATENT, *_MLP, *_QWEN_EXPERTS, *_SHARED, *_NORMS, *_MODULES)
 
 
@@ -412,8 +426,9 @@ WEIGHTS: Mapping[str, WeightFamily] = {
         copies=_COPIES,
     ),
     "solar_open": WeightFamily((*_ends(), *_ATTENTION, *_QWEN_EXPERTS, *_SHARED, *_NORMS), (_BASE,), fused=_FUSED),
+    "deepseek_v32": WeightFamily((*_DEEPSEEK, *_INDEX), (_BASE,), fused=_FUSED, next_token_layers=True, copies=_COPIES),
     "glm_moe_dsa": WeightFamily(
-        _DEEPSEEK, (_BASE,), (r"\.self_attn\.indexer\.",), fused=_FUSED, next_token_layers=True, copies=_COPIES
+        (*_DEEPSEEK, *_INDEX_OF_NEIGHBOURS), (_BASE,), fused=_FUSED, next_token_layers=True, copies=_COPIES
     ),
 }
 """By model_type, with the same keys as the families of config/hugging_face."""

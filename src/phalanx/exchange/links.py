@@ -130,15 +130,19 @@ def per_head(parts: int = 3) -> Conversion:
     return Conversion(ours, theirs)
 
 
-def rotary_rows(whose: Literal["queries", "keys", "shared"]) -> Conversion:
+def rotary_rows(whose: Literal["queries", "keys", "shared", "index", "index key"]) -> Conversion:
     """Returns the conversion of the rows that positions turn: neighbours are pairs in theirs (latent attention;
-    llama.cpp's Llama), in ours pairs are half of the rows apart. The rows stand at the end of those of each head;
-    "shared" is one key for all heads."""
+    llama.cpp's Llama), in ours pairs are half of the rows apart. The rows stand at the end of those of each head, in an
+    indexer at the start; "shared" is one key for all heads."""
 
     def reordered(weight: Tensor, model: ModelConfig, reorder: Callable[[Tensor], Tensor]) -> list[Tensor]:
-        heads = {"queries": model.n_heads, "keys": model.kv_heads, "shared": 1}[whose]
+        of_index = {"index": model.sparse.index_heads, "index key": 1}
+        heads = ({"queries": model.n_heads, "keys": model.kv_heads, "shared": 1} | of_index)[whose]
         rows = weight.unflatten(0, (heads, -1))
         plain = rows.shape[1] - model.rotary_size
+        if whose in of_index:
+            first, rest = rows.split([model.rotary_size, plain], 1)
+            return [torch.cat((reorder(first), rest), dim=1).flatten(0, 1)]
         return [torch.cat((rows[:, :plain], reorder(rows[:, plain:])), dim=1).flatten(0, 1)]
 
     def halves_apart(rows: Tensor) -> Tensor:

@@ -238,7 +238,7 @@ class Transformer(nn.Module):
         x = dropout(perturbed(x, noise), self.config.dropout, noise, "embed")
         # Without a gradient of a frozen embedding the first block still has that of its input, like every other, so
         # that all blocks compute and send the same.
-        return x.requires_grad_() if self.config.lora.rank and torch.is_grad_enabled() else x
+        return x.requires_grad_() if self.config.freezes and torch.is_grad_enabled() else x
 
     def look_up(self, tokens: Tensor) -> Tensor:
         """Returns the embeddings of `tokens` (batch, seq) without positions: (batch, seq, d_model)."""
@@ -290,6 +290,9 @@ class Block(nn.Module):
         self.kinds = ATTENTION[kind.attention], FEED_FORWARD[kind.feed_forward]
         self.attn_norm = make_norm(model) if model.norms_inputs else nn.Identity()
         self.attn = make_sublayer(ATTENTION, kind.attention, model_for(model, kind.attention), layer)
+        for core in self.attn.modules():
+            if hasattr(core, "routing"):
+                core.routing = routing  # pyright: ignore[reportArgumentType]
         self.attn_post_norm = make_norm(model) if model.norms_outputs else nn.Identity()
         apart = kind.routed and model.moe.own_norms
         plain = nn.RMSNorm(model.d_model, model.norm_eps, elementwise_affine=False) if apart else None

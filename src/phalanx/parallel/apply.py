@@ -20,6 +20,7 @@ from phalanx.cost.job_spec import rank_spec
 from phalanx.errors import JobError
 from phalanx.model.layers import prepare_compiler
 from phalanx.model.seeding import initialise_part
+from phalanx.model.sparse import Indexer
 from phalanx.model.transformer import Transformer
 from phalanx.optimizers.catalogue import granularity_of
 from phalanx.parallel import context, expert, tensor
@@ -289,6 +290,8 @@ def apply_deferred_weight_grads(parts: Construction) -> None:
     deferring = set(parts.deferring)
     if parts.job.layout.loss_chunk:
         deferring.add(parts.model.head)  # it processes its tokens in chunks but has a single gradient
+    for index in (module for module in parts.model.modules() if isinstance(module, Indexer)):
+        deferring |= set(index.modules())  # what they read has no gradient, by which alone they would be reached
     defer_weight_grads((module for module in parts.model.modules() if module not in deferring), parts.deferred)
 
 

@@ -23,6 +23,7 @@ from phalanx.model.layers import uncompiled
 from phalanx.model.moe import Sequences
 from phalanx.model.recurrent import GatedDeltaNet, Mix
 from phalanx.model.seeding import Noise
+from phalanx.model.sparse import ChosenAttention
 from phalanx.parallel.linear import replace_modules
 from phalanx.parallel.mesh import Mesh
 from phalanx.parallel.ring import Dropping, ring_attention
@@ -87,8 +88,15 @@ def connect(model: nn.Module, mesh: Mesh, layout: Layout) -> None:
     for module in model.modules():
         if isinstance(module, GatedDeltaNet):
             module.mix = ContextMix(module.mix, layout, mesh.axis("cp"))
+        if isinstance(module, ChosenAttention):
+            whole = WholeSequences(layout, mesh.axis("cp"))
+            module.gather, module.places = whole, whole.places
     ring, ulysses = mesh.axis("ring"), mesh.axis("ulysses")
-    replace_modules(model, CoreAttention, lambda core: ContextAttention(core, ring, ulysses))
+
+    def connected(core: CoreAttention) -> CoreAttention:
+        return core if isinstance(core, ChosenAttention) else ContextAttention(core, ring, ulysses)
+
+    replace_modules(model, CoreAttention, connected)
 
 
 class ContextAttention(CoreAttention):
@@ -164,6 +172,44 @@ class ContextMix:
         """Returns the part of a constant (heads, ...) that belongs to the heads here."""
         copies = max(1, self.cp.size // heads)
         return constant.repeat_interleave(copies, dim=0).chunk(self.cp.size)[self.cp.rank]
+
+
+@dataclass(frozen=True)
+class WholeSequences:
+    """The `gather` and `places` of an attention to chosen keys, which may lie anywhere: a rank gathers what all tokens
+    have for all heads, and its queries are those of its own tokens."""
+
+    layout: Layout
+    cp: Axis
+
+    @uncompiled
+    def __call__(self, x: Tensor) -> Tensor:
+        """Maps (batch, tokens here, size) to (batch, tokens of all ranks, size), in order of position."""
+        seq_len = self.cp.size * x.shape[1]
+        order = torch.cat([places_of(self.layout, seq_len, rank, x.device) for rank in range(self.cp.size)])
+        return _GatherSequences.apply(x, order, self.cp)  # pyright: ignore[reportReturnType]
+
+    def places(self, seq: int, device: torch.device) -> Tensor:
+        """Returns the positions of `seq` tokens here, counted from the end of the sequence."""
+        return places_of(self.layout, self.cp.size * seq, self.cp.rank, device) - self.cp.size * seq
+
+
+class _GatherSequences(torch.autograd.Function):
+    """An all-gather, whose gradient is a reduce-scatter."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, order: Tensor, cp: Axis) -> Tensor:
+        ctx.order, ctx.cp = order, cp
+        parts = x.new_empty(cp.size, *x.shape)
+        cp.all_gather(parts.view(-1), x.contiguous().view(-1)).wait()
+        return parts.transpose(0, 1).flatten(1, 2)[:, order.argsort()]
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor, None, None]:
+        whole = grad_outputs[0][:, ctx.order].unflatten(1, (ctx.cp.size, -1)).transpose(0, 1).contiguous()
+        share = whole.new_empty(whole.shape[1:])
+        ctx.cp.reduce_scatter(share.view(-1), whole.view(-1)).wait()
+        return share, None, None
 
 
 class SplitSequences(Sequences):

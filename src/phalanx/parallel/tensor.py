@@ -45,6 +45,18 @@ class NormAllHeads:
         return _RMSNorms.apply(q, k, q_norm.weight, k_norm.weight, self.tp, whole, q_norm.eps)  # pyright: ignore[reportReturnType]
 
 
+@dataclass(frozen=True)
+class SumHeads:
+    """Sums over all tensor ranks' heads, in place and without a gradient. It is the `sum_heads` of an attention whose
+    indexer learns from all heads."""
+
+    tp: Axis
+
+    def __call__(self, x: Tensor) -> None:
+        """Sums `x`."""
+        self.tp.all_reduce(x).wait()
+
+
 class _RMSNorms(torch.autograd.Function):
     """The norms of queries and of keys: (batch, seq, width here) each, to the same shapes."""
 
@@ -202,6 +214,9 @@ def _connect_block(block: Block, parallel: TensorParallel, recompute: Mode) -> s
     for _, half in block.sublayers():
         if hasattr(half, "norm_all_heads"):
             half.norm_all_heads = NormAllHeads(parallel.tp)  # pyright: ignore[reportArgumentType]
+        for core in half.modules():
+            if hasattr(core, "sum_heads"):
+                core.sum_heads = SumHeads(parallel.tp)  # pyright: ignore[reportArgumentType]
     if not block.parallel:
         return set().union(
             *(

@@ -176,7 +176,7 @@ def _last_resorts(request: PlanRequest) -> Iterator[tuple[dict[str, Any], str]]:
             offload |= {"zero": layout.zero} if gathers_parameters(layout) else {}
             yield offload, f"Without offload {{}}: {on_host(layout)}."
     # Tiles of what is gathered save something; of a single device's parameters they save nothing.
-    if request.fixed.keys() & {"tiles", "tile"} or request.model.lora.rank or max(request.devices) == 1:
+    if request.fixed.keys() & {"tiles", "tile"} or request.model.freezes or max(request.devices) == 1:
         return
     for tiles in TILES:
         tiled: dict[str, Any] = {"tiles": tiles, "tile": "all"}

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from phalanx.blocks.kinds import HALVES, TABLES, block_kinds
 from phalanx.blocks.operator import Half, Place
 from phalanx.blocks.residual import EVERY, can_adapt, is_target, layer_of, names_of
-from phalanx.config.fields import leaves
+from phalanx.config.fields import get, leaves
 from phalanx.config.job import Job
 from phalanx.config.model import ModelConfig
 from phalanx.nearest import did_you_mean
@@ -53,24 +53,32 @@ def adapter_problems(model: ModelConfig) -> Iterator[Problem]:
         )
 
 
+def freezing(model: ModelConfig) -> tuple[str, str]:
+    """Returns the field by which a model's weights are frozen, and the value with which they are not."""
+    if model.lora.rank:
+        return "model.lora.rank", "lora.rank=0"
+    return "model.sparse.dense_warmup", "sparse.dense_warmup=false"
+
+
 def lora_problems(job: Job) -> Iterator[Problem]:
     """Yields what cannot leave weights frozen."""
-    if not job.model.lora.rank:
+    if not job.model.freezes:
         return
+    path, legal = freezing(job.model)
+    why = f"with {path.removeprefix('model.')} {str(get(job, path)).lower()} most are frozen"
     layout, name = job.layout, job.optimizer.name
     if layout.sync != "bsp":
         yield (
             "layout.sync",
-            f"{layout.sync} averages all parameters between replicas, and with lora.rank {job.model.lora.rank} most "
-            "are frozen; nearest legal: sync=bsp, or lora.rank=0",
+            f"{layout.sync} averages all parameters between replicas, and {why}; nearest legal: sync=bsp, or {legal}",
         )
     if layout.pp > 1 and layout.schedule in SCHEDULES and (not flushes(layout) or stashes(layout)):
         yield (
             "layout.schedule",
-            f"{layout.schedule} keeps several versions of all weights, and with lora.rank {job.model.lora.rank} most "
-            "are frozen; nearest legal: schedule=1f1b, or lora.rank=0",
+            f"{layout.schedule} keeps several versions of all weights, and {why}; nearest legal: schedule=1f1b, or "
+            f"{legal}",
         )
-    if name in OPTIMIZERS and OPTIMIZERS[name].needs_whole_matrices:
+    if job.model.lora.rank and name in OPTIMIZERS and OPTIMIZERS[name].needs_whole_matrices:
         yield (
             "optimizer.name",
             f"{name} makes a matrix's update orthogonal, which is meant for whole weights, not for the two factors of "

@@ -273,7 +273,9 @@ class ExpertLoads(Callback):
     With m the mean of a layer's loads, `max_violation` is (the largest - m) / m of the layer where that is largest
     (MaxVio, Wang et al. 2024, "Auxiliary-loss-free load balancing strategy for mixture-of-experts", section 4), `idle`
     the number of experts of all layers that no token chose. The penalties, if the job has them, are summed over layers,
-    with their coefficients: means per token, which the `loss` of a step, a cross entropy, does not include."""
+    with their coefficients: means per token, which the `loss` of a step, a cross entropy, does not include. With sparse
+    attention `index_loss` is the mean of the indexers' loss per query and layer; of a model without experts the event
+    is "indexer", and it has nothing else."""
 
     def __init__(self, stepper: Stepper, recorder: Recorder, directory: RunDirectory):
         self.job, self.mesh, self.routing, self.device = stepper.job, stepper.mesh, stepper.routing, stepper.device
@@ -282,7 +284,8 @@ class ExpertLoads(Callback):
         """The step up to which loads have been summed."""
         job = self.job
         self.layers = [layer for layer, kind in enumerate(block_kinds(job.model)) if kind.routed]
-        self.penalties = [name for name in ("aux_loss", "z_loss") if getattr(job.model.moe, name)]
+        self.penalties = [name for name in ("aux_loss", "z_loss") if self.layers and getattr(job.model.moe, name)]
+        self.sums = [*self.penalties, *(("index_loss", "index_queries") if job.model.sparse.top_k else ())]
 
     def begin(self, step: int) -> None:
         self.routing.clear()
@@ -294,42 +297,51 @@ class ExpertLoads(Callback):
         Independent replicas do not wait for each other here: they write a row when they synchronize anyway, with
         local_sgd and diloco if the step is also shown, with asp at a validation or checkpoint, which call `collect`."""
         layout, step = self.job.layout, done.number
-        if not self.layers or done.step.requests.void:
+        if not (self.layers or self.sums) or done.step.requests.void:
             return
         synchronizes = step % period(layout) == 0
         shown = self.recorder.milestones.shows(step)
         if done.ends or layout.sync == "asp" or (shown and synchronizes):
             row = self.collect(step)
-            self.recorder.rows.write("experts", **row)
+            self.recorder.rows.write("experts" if self.layers else "indexer", **row)
             log.info("%s", balance_line(row))
 
     def collect(self, step: int) -> dict[str, Any]:
         """Sums what all ranks' routers recorded since the last call, up to `step`, and returns a row. A collective."""
         n, top_k, routing = self.job.model.moe.n_experts, self.job.model.moe.top_k, self.routing
-        noted = torch.zeros(len(self.layers) * n + len(self.penalties), dtype=torch.float64, device=self.device)
-        of_layers, of_penalties = noted[: len(self.layers) * n].view(-1, n), noted[len(self.layers) * n :]
+        noted = torch.zeros(len(self.layers) * n + len(self.sums), dtype=torch.float64, device=self.device)
+        of_layers, of_penalties = noted[: len(self.layers) * n].view(len(self.layers), n), noted[len(self.layers) * n :]
         # All tensor ranks record the same tokens, or each its own. Layers of other pipeline ranks are zero here.
         if self.mesh.owns_loss or self.job.layout.folds:
             for place, layer in enumerate(self.layers):
                 of_layers[place] += routing.loads.get(layer, 0)
-            for place, name in enumerate(self.penalties):
+            for place, name in enumerate(self.sums):
                 of_penalties[place] += routing.penalties.get(name, 0.0)
         routing.clear()
         with self.mesh.ledger.untracked():
             self.mesh.axis("world").all_reduce(noted).wait()
+        sums, steps = dict(zip(self.sums, of_penalties.tolist(), strict=True)), step - self.step
+        self.step = step
+        row: dict[str, Any] = {"step": step, "steps": steps}
+        if self.layers:
+            row |= self.balance(of_layers, sums)
+        if queries := sums.get("index_queries"):
+            row["index_loss"] = sums["index_loss"] / queries
+        return row
+
+    def balance(self, of_layers: torch.Tensor, sums: dict[str, float]) -> dict[str, Any]:
+        """Returns the part of a row that says how loads `of_layers` (layers, experts) are balanced, with penalties."""
+        n, top_k = self.job.model.moe.n_experts, self.job.model.moe.top_k
         loads = {layer: [int(load) for load in row] for layer, row in zip(self.layers, of_layers.tolist(), strict=True)}
         tokens = sum(loads[self.layers[0]]) / top_k
         violations = {layer: max(row) * n / sum(row) - 1 for layer, row in loads.items()}
         worst = max(violations, key=lambda layer: violations[layer])
-        steps, self.step = step - self.step, step
         return {
-            "step": step,
-            "steps": steps,
             "loads": loads,
             "max_violation": violations[worst],
             "worst_layer": worst,
             "idle": sum(row.count(0) for row in loads.values()),
-            **{name: sum_ / tokens for name, sum_ in zip(self.penalties, of_penalties.tolist(), strict=True)},
+            **{name: sums[name] / tokens for name in self.penalties},
         }
 
     def conclude(self, step: int, measured: dict[str, Any]) -> None:
@@ -350,6 +362,9 @@ def balance_line(row: dict[str, Any]) -> str:
 
     experts: max_violation 0.42 (layer 3) idle: 0 aux_loss: 0.0213
     """
-    parts = [f"max_violation {row['max_violation']:.2f} (layer {row['worst_layer']})", f"idle: {row['idle']}"]
-    parts += [f"{name}: {row[name]:.4f}" for name in ("aux_loss", "z_loss") if name in row]
+    parts = [f"{name}: {row[name]:.4f}" for name in ("aux_loss", "z_loss") if name in row]
+    parts += [f"index_loss: {row['index_loss']:.4g}"] if "index_loss" in row else []
+    if "loads" not in row:
+        return f"indexer: {'  '.join(parts)}"
+    parts = [f"max_violation {row['max_violation']:.2f} (layer {row['worst_layer']})", f"idle: {row['idle']}", *parts]
     return f"experts: {'  '.join(parts)}"

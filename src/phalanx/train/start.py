@@ -81,6 +81,8 @@ def log_start(job: Job, device: torch.device, batch: Batch, data: ShardData, voc
     log.info("model: %s parameters, %s, vocabulary %d", f"{count(model, vocab):,}", layers, vocab)
     if lora := model.lora.rank:
         log.info("adapters: rank %d beside %s, training %s", lora, model.lora.targets, trained_text(model, vocab))
+    if model.warms_up:
+        log.info("sparse attention: the indexer alone is trained, %s", trained_text(model, vocab))
     if device.type == "cuda":
         log.info("attention: %s", kernels_text(device))
     if "delta" in chosen_kinds(model, "attention"):
@@ -95,8 +97,9 @@ def begin(job: Job, state: TrainState, tokenizer: Tokenizer, *, reports: bool) -
     """Takes over the weights that the job names, if it does, with every rank's part of them. One rank `reports` what
     they were trained otherwise for. Raises as `open_start` does."""
     if not job.model.from_:
-        if job.model.lora.rank:
-            log.warning("adapters beside random weights, which stay as they are: model.from names trained ones")
+        if job.model.freezes:
+            what = "an indexer" if job.model.warms_up else "adapters"
+            log.warning("%s beside random weights, which stay as they are: model.from names trained ones", what)
         return
     source = with_adapters_of(open_start(job.model), job)
     if reports:
@@ -190,7 +193,7 @@ def notices(job: Job, tokenizer: Tokenizer) -> Iterator[str]:
     there = starting_point(job.model.from_, job.model.ignore_config)
     new_head = {"reward", "tied"} if job.model.reward else set()
     for path, here, before in config_json.differing(job.model, there.model):
-        if path in new_head:
+        if path in new_head or (path.startswith("sparse.") and not there.model.sparse.top_k):  # what begins
             continue
         yield f"model.{path} is {before} in {there.model.from_}, {here} here: its weights were trained for the former"
     if _another_tokenizer(there, tokenizer):

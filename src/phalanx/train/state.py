@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from phalanx.blocks.parameters import parameter_shapes, trained_shapes
-from phalanx.blocks.residual import is_adapter
+from phalanx.blocks.residual import INDEX, is_adapter
 from phalanx.check.load import as_dict
 from phalanx.checkpoint.inventory import check, check_digests
 from phalanx.checkpoint.manifest import Box, Manifest, job_of, require_resumable
@@ -134,11 +134,13 @@ class TrainState:
         _fill_all(held(shards, {f.name: f.value for f in shards}), source)
 
     def _is_there(self, name: str, source: Reader) -> bool:
-        """Returns whether a run takes a parameter over: of adapters that begin, and of a reward's head, none."""
+        """Returns whether a run takes a parameter over: of adapters and indexers that begin, and of a reward's head,
+        none."""
         known = source.manifest.tensors
         if self.stepper.job.model.reward and name == "head.weight":
             return name in known and known[name].shape[0] == 1
-        return not is_adapter(name) or name in known
+        begins = is_adapter(name) or f".{INDEX}" in name
+        return not begins or name in known
 
     def _take_over_masters(self, source: Reader) -> None:
         """Fills master weights with what the parameters of a half precision were rounded from."""

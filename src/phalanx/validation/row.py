@@ -28,7 +28,7 @@ from phalanx.blocks.parameters import (
 )
 from phalanx.config.cluster import Accelerator
 from phalanx.config.job import Optimizer
-from phalanx.config.model import MLA, LoRA, Mamba, ModelConfig, MoE
+from phalanx.config.model import MLA, LoRA, Mamba, ModelConfig, MoE, SparseAttention
 from phalanx.config.precision import Products
 from phalanx.config.presets import PRESETS, gpt_kind, llama_kind
 from phalanx.cost.frameworks import as_recipe, calibrated
@@ -147,6 +147,7 @@ def shapes() -> dict[str, ModelConfig]:
         for name, shape in PRESETS.items()
         if shape.vocab_size  # those without one are small ones for tests
     }
+    found["glm5"] = replace(found["glm5"], sparse=SparseAttention())  # before the last phases of its training
     short = {"qwen330b": "qwen3-30b-a3b", "qwen3235b": "qwen3-235b-a22b", "nemotron3nano": "nemotron3-nano-30b-a3b"}
     short |= {"nemotron3super": "nemotron3-super-120b-a12b", "nemotron3ultra": "nemotron3-ultra-550b-a55b"}
     found |= {name: PRESETS[preset] for name, preset in short.items()}

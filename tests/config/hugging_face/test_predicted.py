@@ -37,7 +37,6 @@ _SIZES = {
 _EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 20}
 _QWEN = _SIZES | _DELTA | {"num_hidden_layers": 5}
 _QWEN_MOE = _QWEN | _EXPERTS | {"num_experts": 6, "shared_expert_intermediate_size": 40}
-_LATENT = {"q_lora_rank": 12, "kv_lora_rank": 10, "qk_rope_head_dim": 6, "qk_nope_head_dim": 8, "v_head_dim": 7}
 _HYBRID = {
     **_SIZES,
     **_EXPERTS,
@@ -51,20 +50,6 @@ _HYBRID = {
 }
 
 SMALL: dict[str, dict[str, Any]] = {
-    "deepseek_v32": {
-        **_SIZES,
-        **_LATENT,
-        **_EXPERTS,
-        "num_key_value_heads": 4,
-        "num_hidden_layers": 3,
-        "n_routed_experts": 8,
-        "first_k_dense_replace": 1,
-        "n_group": 4,
-        "topk_group": 2,
-        "index_topk": 32,
-        "index_n_heads": 5,
-        "index_head_dim": 14,
-    },
     "qwen3_next": _QWEN_MOE,
     "qwen3_5_text": _QWEN,
     "qwen3_5_moe_text": _QWEN_MOE,
@@ -122,7 +107,6 @@ def test_a_field_that_is_not_understood_is_refused(name: str, field: str) -> Non
         ("qwen3_next", {"layer_types": ["linear_attention"] * 100_000}, "lists 100,000 layers"),
         ("nemotron_h", {"num_hidden_layers": 3}, "num_hidden_layers is 3, the pattern has 8 layers"),
         ("nemotron_h", {"mlp_hidden_act": "silu"}, "mlp_hidden_act is 'silu'"),
-        ("deepseek_v32", {"index_topk": 0}, "index_topk is 0"),
     ],
 )
 def test_what_changes_the_computation_is_refused(name: str, changed: dict[str, Any], said: str) -> None:

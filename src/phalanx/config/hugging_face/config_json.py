@@ -371,6 +371,10 @@ def plain(model: ModelConfig) -> ModelConfig:
         feed_forward=_of_layers(model, model.feed_forward, "experts" if moe.n_experts else "dense"),
         moe=replace(moe, shared_gate=moe.shared_gate and moe.n_shared > 0) if moe.n_experts else MoE(),
         mla=mla,
+        # Whether it is trained, and how, is none of the file's.
+        sparse=replace(model.sparse, dense_warmup=False, index_loss=default.sparse.index_loss)
+        if model.sparse.top_k
+        else default.sparse,
         delta=model.delta if "delta" in model.attention.split(",") else DeltaNet(),
         attention_scale=0.0
         if isclose(model.attention_scale, model.head_size**-0.5, rel_tol=1e-12)

@@ -252,6 +252,19 @@ def latent(*, query_rank: Field, nope: int = 128, value: int = 128):
     )
 
 
+_EACH_CHOOSES = "every layer has an indexer of its own"
+
+
+def chosen_keys(*, heads: int):
+    """Returns the terms of an indexer in every layer."""
+    return (
+        Field("index_topk", "sparse.top_k", int, 2048, least=1),
+        Field("index_n_heads", "sparse.index_heads", int, heads, least=1),
+        Field("index_head_dim", "sparse.index_head_dim", int, 128, least=1),
+        Fixed("mlp_bias", (False,), False),
+    )
+
+
 UNUSED_BALANCING = frozenset(
     (
         *("aux_loss_alpha", "seq_aux", "ep_size", "num_mtp_layers", "qk_head_dim"),
@@ -678,6 +691,23 @@ FAMILIES: tuple[ConfigFamily, ...] = (
         harmless=UNUSED_BALANCING - {"head_dim"},
     ),
     ConfigFamily(
+        "deepseek_v32",
+        "DeepseekV32ForCausalLM",
+        LLAMA_KIND | BALANCED | LATENT_KIND,
+        (
+            *sizes(context=163840),
+            *latent(query_rank=Field("q_lora_rank", "mla.q_rank", int, 1536, least=1)),
+            Rope(latent=True),
+            SILU,
+            NO_ATTENTION_BIAS,
+            *chosen_keys(heads=64),
+            *many_experts(groups=8, chosen_groups=4, dense=3, scale=2.5),
+        ),
+        harmless=UNUSED_BALANCING | {"mlp_layer_types", "layer_types"},
+        notes=(NO_MTP,),
+        **LAYERS_AFTER,
+    ),
+    ConfigFamily(
         "glm_moe_dsa",
         "GlmMoeDsaForCausalLM",
         LLAMA_KIND | BALANCED | LATENT_KIND,
@@ -687,13 +717,15 @@ FAMILIES: tuple[ConfigFamily, ...] = (
             Rope(latent=True),
             SILU,
             NO_ATTENTION_BIAS,
-            Fixed("mlp_bias", (False,), False),
+            *chosen_keys(heads=32),
+            Fixed("indexer_rope_interleave", (True,), True),
+            AllEqual("indexer_types", ("full",), _EACH_CHOOSES),
+            Fixed("index_topk_freq", (1,), 1, _EACH_CHOOSES),
+            Fixed("index_topk_pattern", (None,), None, _EACH_CHOOSES),
             *many_experts(dense=3, scale=2.5),
         ),
-        harmless=UNUSED_BALANCING
-        | {"index_topk", "index_head_dim", "index_n_heads", "indexer_types", "mlp_layer_types", "layer_types"}
-        | {"index_topk_freq", "index_topk_pattern", "index_skip_topk_offset", "indexer_rope_interleave"},
-        notes=(NO_MTP, "sparse attention is full attention here, and its indexer is left out"),
+        harmless=UNUSED_BALANCING | {"mlp_layer_types", "layer_types", "index_skip_topk_offset"},
+        notes=(NO_MTP,),
         **LAYERS_AFTER,
     ),
 )
@@ -737,7 +769,7 @@ REFUSED: Mapping[str, str] = {
     **dict.fromkeys(
         ("deepseek_v4",),
         "its attention to compressed keys, hyper-connections and hash-routed experts are neither priced nor trained; "
-        "deepseek_v32 is priced",
+        "deepseek_v32 is trained",
     ),
     **dict.fromkeys(
         ("gemma4_unified", "gemma4_unified_text"),

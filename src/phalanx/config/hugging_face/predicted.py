@@ -4,7 +4,7 @@ sparse attention, state space models and experts in latents are read as shapes t
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from phalanx.config.hugging_face.families import (
@@ -17,7 +17,6 @@ from phalanx.config.hugging_face.families import (
     NO_ATTENTION_BIAS,
     NO_MTP,
     SILU,
-    UNUSED_BALANCING,
     ConfigFamily,
     HeadDim,
     by_type,
@@ -218,20 +217,6 @@ TRAINED: Mapping[str, ConfigFamily] = {**by_type((*MIXED, *WITH_DELTAS)), **BY_T
 """Every model type that is trained and written."""
 
 PREDICTED: tuple[ConfigFamily, ...] = (
-    replace(
-        BY_TYPE["deepseek_v3"],
-        model_type="deepseek_v32",
-        architecture="DeepseekV32ForCausalLM",
-        terms=(
-            *BY_TYPE["deepseek_v3"].terms,
-            Field("index_topk", "sparse.top_k", int, 2048, least=1),
-            Field("index_n_heads", "sparse.index_heads", int, 64, least=1),
-            Field("index_head_dim", "sparse.index_head_dim", int, 128, least=1),
-        ),
-        harmless=UNUSED_BALANCING | {"mlp_layer_types", "layer_types", "mlp_bias"},
-        also=(),
-        notes=(NO_MTP,),
-    ),
     ConfigFamily(
         "nemotron_h",
         "NemotronHForCausalLM",
