@@ -308,7 +308,7 @@ class ExpertLoads(Callback):
 
     def collect(self, step: int) -> dict[str, Any]:
         """Sums what all ranks' routers recorded since the last call, up to `step`, and returns a row. A collective."""
-        n, top_k, routing = self.job.model.moe.n_experts, self.job.model.moe.top_k, self.routing
+        n, routing = self.job.model.moe.n_experts, self.routing
         noted = torch.zeros(len(self.layers) * n + len(self.sums), dtype=torch.float64, device=self.device)
         of_layers, of_penalties = noted[: len(self.layers) * n].view(len(self.layers), n), noted[len(self.layers) * n :]
         # All tensor ranks record the same tokens, or each its own. Layers of other pipeline ranks are zero here.
