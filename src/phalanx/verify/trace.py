@@ -32,7 +32,6 @@ from phalanx.parallel.objective import MicroTensors
 from phalanx.parallel.pipeline import Pipeline
 from phalanx.parallel.vocabulary import ChunkedLoss
 from phalanx.partition import derived as batch
-from phalanx.partition.tensor_slices import rank_positions
 from phalanx.verify.measure import ObservedStepper, run_steps
 
 
@@ -63,8 +62,9 @@ class StepRecorder:
         self.job, self.step, self.recording = job, step, recording
         self.rows, self.seq_len = batch.solve(job.train.global_batch, job.layout).global_batch, job.model.seq_len
         self.current = _Current()
-        self.micros: dict[int, tuple[Tensor, Sequence[int]]] = {}
-        """Each micro-batch's tokens and rows of the batch, by the address of the tokens, which stay alive for it."""
+        self.micros: dict[int, tuple[Tensor, Sequence[int], Tensor]] = {}
+        """Each micro-batch's tokens, rows of the batch and positions, by the address of the tokens, which stay alive
+        for it."""
         self.tensors: dict[str, Tensor] = {}
         self.records: list[dict[str, Any]] = []
         self.shards: list[dict[str, Any]] = []
@@ -78,8 +78,6 @@ class StepRecorder:
         self.coordinates, self.tp = mesh.coordinates, mesh.axis("tp")
         runner = stepper.replica.runner
         self.slices = runner.schedule.slices if isinstance(runner, Pipeline) else 1
-        runs = rank_positions(self.job.layout, self.seq_len, mesh.coordinates["cp"], self.slices)
-        self.positions = torch.tensor([position for run in runs for position in run])
         vars(stepper).update(tensors=partial(self._tensors, stepper.tensors), show=self._show)
         objective = stepper.replica.objective
         objective.register_forward_pre_hook(self._enter)
@@ -148,12 +146,12 @@ class StepRecorder:
         if all(0 <= row < self.rows for row in rows):
             if not self.micros:
                 self._keep_shards("before", {shard.name: shard.value for shard in self.stepper.replica.shards})
-            self.micros[made.tokens.untyped_storage().data_ptr()] = made.tokens, rows
+            self.micros[made.tokens.untyped_storage().data_ptr()] = made.tokens, rows, made.positions.cpu()
         return made
 
     def _enter(self, _: nn.Module, inputs: tuple[Any, ...]) -> None:
         tokens: Tensor = inputs[0].tokens
-        base, rows = self.micros.get(tokens.untyped_storage().data_ptr(), (None, ()))
+        base, rows, positions = self.micros.get(tokens.untyped_storage().data_ptr(), (None, (), tokens))
         self.current.places = None
         if base is None:
             return
@@ -164,7 +162,7 @@ class StepRecorder:
         else:
             row, column = offset % of_token // of_row, offset // of_token
         mine = torch.tensor(rows[row : row + len(tokens)])
-        self.current.places = mine[:, None] * self.seq_len + self.positions[column : column + tokens.shape[1]]
+        self.current.places = mine[:, None] * self.seq_len + positions[column : column + tokens.shape[1]]
 
     def _leave(self, *_: Any) -> None:
         self.current.places = None
