@@ -1,6 +1,7 @@
 """Sequences of documents that are cut over a ring by what attention within documents costs."""
 
 from dataclasses import replace
+from itertools import chain
 
 import numpy as np
 from hypothesis import given
@@ -38,7 +39,7 @@ def test_every_token_has_one_place_and_pairs_differ_by_no_more_than_a_chunks(cas
 
     found = assign(seen, ring)
     held = [[position for run in runs for position in run] for runs in found.places]
-    assert sorted(sum(held, [])) == list(i)
+    assert sorted(chain.from_iterable(held)) == list(i)
     assert all(own == sorted(own) and len(own) == len(i) // ring for own in held)
     assert list(found.pairs) == [int(seen[:, own].sum()) for own in held]
     assert pairs_of(seen, found.places) == found
@@ -76,7 +77,7 @@ def _check_blocks(ring, numbers, window):
                 assert not len(keys) or (place - source) % ring in cut.hops
             for block in cut.blocks[source]:
                 (row,), rows, columns = range(len(numbers))[block.row], held[place][block.queries], keys[block.keys]
-                part = np.ix_([row], rows, columns)
+                part = np.ix_(np.array([row]), rows, columns)
                 assert not block.causal or list(rows) == list(columns)
                 shown = rows[:, None] >= columns if block.causal else np.ones((len(rows), len(columns)), bool)
                 assert block.masked or (mask[part][0] == shown).all()

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from phalanx.blocks.attention import LEAST_RUN
+from phalanx.blocks.attention import LEAST_RUN, zigzag_runs
 from phalanx.blocks.kinds import block_kinds
 from phalanx.config.model import ModelConfig
 from phalanx.partition.tensor_slices import window_blocks
@@ -124,6 +124,15 @@ def long_tailed(tokens: int, sequences: int = 1, mean: float = 1 / 8) -> Numbers
     return numbers.astype(np.int64)
 
 
+def imbalances(model: ModelConfig, ring: int) -> dict[str, float]:
+    """Returns the most pairs of a position over their mean in an example of documents, by cost and by position."""
+    seen = keys_seen(long_tailed(model.seq_len, 64), model)
+    zigzag = [zigzag_runs(model.seq_len, ring, place) for place in range(ring)]
+    cuts = [(assign(row, ring), pairs_of(row, zigzag)) for row in np.split(seen, len(seen))]
+    means = np.mean([[cut.imbalance for cut in each] for each in cuts], axis=0).tolist()
+    return dict(zip(("documents", "position"), means, strict=True))
+
+
 class DocumentCut:
     """What the queries of one position see of the keys of every other, in layers with one window (0: none)."""
 
@@ -165,12 +174,16 @@ class DocumentCut:
         """By the place whose keys they are, blocks of queries and keys. Those on the diagonal come first: a query sees
         itself, so that all later blocks find a finite log-sum-exp."""
         found: list[list[RingBlock]] = [[] for _ in self.places]
-        for row, segments in enumerate(self.segments):
-            mine, batch = segments[self.owners[segments[:, 0]] == self.place], slice(row, row + 1)
+        for row in range(len(self.segments)):
+            mine, batch = self.mine(row), slice(row, row + 1)
             found[self.place][:0] = self._diagonal(mine.tolist(), batch)
             for source, columns in enumerate(self.columns):
                 found[source] += self._blocks(mine, columns, batch)
         return found
+
+    def mine(self, row: int) -> Numbers:
+        """Returns the runs of this place's queries in a sequence, as `segments`."""
+        return self.segments[row][self.owners[self.segments[row][:, 0]] == self.place]
 
     def _needed(self, place: int) -> NDArray[np.bool_]:
         """Returns the tokens whose keys the queries of a position see in some sequence."""

@@ -293,7 +293,8 @@ class Stepper:
         self.slices = runner.schedule.slices if isinstance(runner, Pipeline) else 1
         self.places = dict[tuple[int, int], Tensor | None]()
         self.imbalances = list[float]()
-        """Of micro-batches cut by documents, the most pairs of queries and keys of a ring position over their mean."""
+        """Of micro-batches cut by documents since a step was recorded, the most pairs of queries and keys of a ring
+        position over their mean."""
         self.independent_replicas = job.layout.independent_replicas
         self.sync: LocalSGD | None = None
         if job.layout.sync in ("local_sgd", "diloco"):
@@ -488,7 +489,7 @@ class Stepper:
         targets = torch.from_numpy(micro.targets).to(self.device, non_blocking=True)
         documents = None
         if micro.documents is not None:
-            assigned = self._assigned(micro.documents)
+            assigned = () if unbalanced(self.job) else self.assigned(micro.documents, validates)
             documents = Documents(torch.from_numpy(micro.documents), assigned, micro.documents).to(self.device)
             if assigned:
                 cp = self.mesh.coordinates["cp"]
@@ -521,12 +522,11 @@ class Stepper:
             )
         return MicroTensors(tokens, targets, noise, places, documents, reference, policy, conversations, further)
 
-    def _assigned(self, numbers: Numbers) -> Places:
-        """Returns the tokens of every position of the ring, if those go by the documents of a micro-batch."""
-        if unbalanced(self.job):
-            return ()
+    def assigned(self, numbers: Numbers, validates: bool) -> Places:
+        """Returns the tokens of every position of the ring, by the documents of a micro-batch."""
         found = assign(keys_seen(numbers, self.job.model), self.job.layout.ring)
-        self.imbalances.append(found.imbalance)
+        if not validates:
+            self.imbalances.append(found.imbalance)
         return found.places
 
     def _places(self, seq_len: int, slices: int) -> Tensor | None:

@@ -1,10 +1,11 @@
 """Runs on the ranks: records what every module computes in one step, to find the first that differs from one process.
 
 Each output, and the gradient of each output, becomes a matrix (tokens here, features here). `places` says which tokens
-of the global batch its rows are: row of the batch × seq_len + position. They follow from the mesh and the layout, not
-from the code under test: rows of the batch from the samples' numbers, positions from the context-parallel rank's part
-of a sequence, and between the matrices of sequence parallelism from the tensor rank's run of those. `partial` marks
-summands: the tensor ranks' outputs before their sum, or gradients that each rank computes from its own columns.
+of the global batch its rows are: row of the batch × seq_len + position. They follow from the rank's micro-batches, not
+from the modules under test: rows of the batch from the samples' numbers, positions from the part of a sequence that a
+context-parallel rank gets, and between the matrices of sequence parallelism from the tensor rank's run of those.
+`partial` marks summands: the tensor ranks' outputs before their sum, or gradients that each rank computes from its own
+columns.
 """
 
 from __future__ import annotations
