@@ -167,6 +167,27 @@ def cell(answers: Sequence[tuple[Turns, Busy]]) -> dict[str, Any]:
     }
 
 
+def table(result: dict[str, Any]) -> list[tuple[str, ...]]:
+    """Returns times and their ratios, a row per length."""
+    ratios = [f"{way} / {COST}" for way in (POSITION, BLOCKS)]
+    busiest = [f"processor time of the busiest rank: {name}" for name in ratios]
+    rows: list[tuple[str, ...]] = [("", *WAYS, *ratios, *busiest, f"pairs of the fullest rank, {POSITION} → {COST}")]
+    for ranks, world in result["worlds"].items():
+        for kind in ("attention", "step"):
+            for length, found in world[kind].items():
+                pairs = world["imbalance"][length]
+                rows.append(
+                    (
+                        f"{kind}, {ranks} processes, {result['rows']} × {int(length):,} tokens",
+                        *(f"{1000 * found['median_s'][way]:,.0f} ms" for way in WAYS),
+                        *(f"**{found['ratios'][way]:.2f} ×**" for way in (POSITION, BLOCKS)),
+                        *(f"{found['busiest_ratios'][way]:.2f} ×" for way in (POSITION, BLOCKS)),
+                        f"{pairs[POSITION]:.2f} → {pairs[COST]:.2f} × the mean",
+                    )
+                )
+    return rows
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4], help="numbers of processes")
@@ -179,31 +200,22 @@ def main(argv: Sequence[str] | None = None) -> None:
     options = parser.parse_args(argv)
     lengths, rounds = ([256], 2) if options.quick else (options.lengths, options.rounds)
     result: dict[str, Any] = {"benchmark": "documents", "machine": machine(), "model": MODEL, "worlds": {}}
-    head = ("", *WAYS, *(f"{way} / {COST}" for way in (POSITION, BLOCKS)), f"busiest rank: {POSITION} / {COST}")
-    rows = [(*head, f"pairs of the fullest rank, {POSITION} → {COST}")]
+    result["rows"] = options.rows
     with Pool(max(options.ranks), PRELOAD) as pool:
         for ranks in options.ranks:
             result["worlds"][ranks] = world = {"attention": {}, "step": {}, "imbalance": {}}
             for length in lengths:
-                world["imbalance"][length] = pairs = imbalance(ranks, length, options.rows)
+                world["imbalance"][length] = imbalance(ranks, length, options.rows)
                 for kind, fn in (("attention", attention), ("step", training)):
                     print(f"{kind}, {ranks} processes, {length} tokens", file=sys.stderr, flush=True)
                     found = cell(pool.run(fn, ranks, length, options.rows, rounds, options.seconds, timeout=1200))
                     world[kind][length] = found
-                    rows.append(
-                        (
-                            f"{kind}, {ranks} processes, {options.rows} × {length:,} tokens",
-                            *(f"{1000 * found['median_s'][way]:,.0f} ms" for way in WAYS),
-                            *(f"**{found['ratios'][way]:.2f} ×**" for way in (POSITION, BLOCKS)),
-                            f"{found['busiest_ratios'][POSITION]:.2f} ×",
-                            f"{pairs[POSITION]:.2f} → {pairs[COST]:.2f} × the mean",
-                        )
-                    )
     if options.quick or options.json:
         print(json.dumps(result, indent=1))
     if not options.quick:
-        words = "More processes than cores share them, so that a turn then measures the work of all ranks."
-        save("documents", result, rows, "Documents over context-parallel ranks, beside the zig-zag cut", words)
+        words = "More processes than cores share them, so that a turn then measures the work of all ranks; "
+        words += "the balance shows in the processor time of the busiest rank."
+        save("documents", result, table(result), "Documents over context-parallel ranks, beside the zig-zag cut", words)
 
 
 if __name__ == "__main__":
