@@ -135,6 +135,7 @@ bench: setup ## measure this machine and write benchmarks/results
 	$(BIN)/python -m benchmarks.sharding $(ARGS)
 	$(BIN)/python -m benchmarks.pipeline $(ARGS)
 	$(BIN)/python -m benchmarks.context $(ARGS)
+	$(BIN)/python -m benchmarks.documents $(ARGS)
 	$(BIN)/python -m benchmarks.experts $(ARGS)
 	$(BIN)/python -m benchmarks.tensor_parallel $(ARGS)
 	$(BIN)/python -m benchmarks.guard $(ARGS)

@@ -172,8 +172,18 @@ def _flash_backward(
     return tuple(x.to(q.dtype) for x in found)
 
 
+def _varlen(
+    q: Tensor, k: Tensor, v: Tensor, cum_q: Any, cum_k: Any, max_q: int, max_k: int, causal: bool, scale: float,
+    window: list[int], *_: Any,
+) -> Any:  # fmt: skip
+    """torch's varlen_attn, which says of a window that it is none of a causal mask."""
+    of_window = {"window_size_left": window[0], "window_size_right": window[1]} if window[0] >= 0 else {}
+    assert window[1] == (0 if causal or window[0] >= 0 else -1)
+    return _flash_forward(q, k, v, cum_q, cum_k, max_q, max_k, 0.0, window[1] == 0, False, scale=scale, **of_window)[:3]
+
+
 KERNELS: dict[Any, Callable[..., Any]] = {
-    aten._flash_attention_forward.default: _flash_forward,
+    torch.ops.torch_attn._varlen_attn.default: _varlen,
     aten._flash_attention_backward.default: _flash_backward,
 }
 """Operations that only GPUs have."""

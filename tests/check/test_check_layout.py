@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from phalanx.axes.context import unbalanced
 from phalanx.check.job import problems_of
-from phalanx.config.job import Job, Optimizer, Train
+from phalanx.config.job import Data, Job, Optimizer, Train
 from phalanx.config.layout import Layout
 from phalanx.config.model import MLA, ModelConfig, MoE
 from phalanx.partition.tensor_slices import rank_positions
@@ -399,3 +400,25 @@ def test_why_whole_matrices_are_not_updated_on_the_host():
     assert path == "optimizer.name"
     assert "devices exchange and multiply" in message
     assert "nearest legal: offload=none, or optimizer=adamw" in message
+
+
+DOCUMENTS = Data(corpus="stdlib", document_mask=True)
+
+
+@pytest.mark.parametrize(
+    ("model", "layout", "reason"),
+    [
+        (MODEL, {"pp": 2, "schedule": "terapipe", "pp_slices": 2}, "slices of sequences are pipelined"),
+        (replace(EXPERTS, moe=replace(EXPERTS.moe, capacity=1.5)), {}, "experts with a capacity count whole sequences"),
+    ],
+)
+def test_documents_decide_a_rings_tokens_where_nothing_counts_whole_sequences(model, layout, reason):
+    job = Job(model=model, layout=Layout(cp=2, **layout), data=DOCUMENTS, train=Train(global_batch=96))
+    assert not problems_of(job)
+    assert reason in unbalanced(job)
+    asked = replace(job, layout=replace(job.layout, cp_balance="documents"))
+    assert [message for _, message in problems_of(asked)] == [f"{unbalanced(job)}; nearest legal: cp_balance=position"]
+    plain = replace(job, model=MODEL, layout=Layout(cp=2))
+    assert not unbalanced(plain)
+    assert unbalanced(replace(plain, layout=Layout(cp=2, cp_ulysses=2)))
+    assert unbalanced(replace(plain, data=replace(DOCUMENTS, document_mask=False)))

@@ -209,12 +209,14 @@ def test_flash_attention_computes_windows_and_documents_at_once(monkeypatch, win
     monkeypatch.setattr(documents_of_batches, "ROWS_PER_DOCUMENT", 1)
     with rehearsal(monkeypatch) as gpu:
         check_runs(gpu, lambda q, k, v, d: blocked_attention(q, k, v, Reach(window, d)), 16, documents)
-    assert [name for name, *_ in gpu.launched] == ["_flash_attention_forward", "_flash_attention_backward"]
+    assert [name for name, *_ in gpu.launched] == ["_varlen_attn", "_flash_attention_backward"]
+    assert gpu.launched[0][1][9] == [window - 1, 0]
     asked = {"window_size_left": window - 1, "window_size_right": 0} if window else {}
-    for _, arguments, options in gpu.launched:
-        assert {key: value for key, value in options.items() if key.startswith("window")} == asked
+    assert {key: value for key, value in gpu.launched[1][2].items() if key.startswith("window")} == asked
+    for number, (_, arguments, _) in enumerate(gpu.launched):
         bounds = [values(x).tolist() for x in arguments if isinstance(x, Tensor) and x.dtype == torch.int32]
-        assert bounds == ([[0, 3, 12, 19, 24]] * 2 if documents else [])
+        whole = [] if number else [[0, 12, 24]] * 2
+        assert bounds == ([[0, 3, 12, 19, 24]] * 2 if documents else whole)
 
 
 @pytest.mark.parametrize(("capability", "pads"), [((8, 0), True), ((9, 0), False)], ids=str)

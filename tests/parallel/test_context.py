@@ -21,9 +21,10 @@ from phalanx.parallel import ring
 from phalanx.parallel.context import SplitSequences, connect
 from phalanx.parallel.mesh import Mesh, build
 from phalanx.parallel.recompute import recompute
-from phalanx.parallel.ring import RingBlock, zigzag
+from phalanx.parallel.ring import zigzag
 from phalanx.partition import tensor_slices as sequence
-from phalanx.partition.tensor_slices import cp_coordinates, rank_positions, ring_positions
+from phalanx.partition.documents import RingBlock, assign, keys_seen
+from phalanx.partition.tensor_slices import cp_coordinates, rank_positions, rank_share, ring_positions
 
 HEADS, SIZE, SEQ, BATCH = 8, 4, 48, 2
 
@@ -35,6 +36,7 @@ class StepSpec:
     kv_heads: int = 8
     width: int = SIZE
     documents: bool = False
+    assigned: bool = False
     dropout: float = 0.0
     slices: int = 1
     window: int = 0
@@ -90,7 +92,7 @@ def connected(core: CoreAttention, layout: Layout, mesh: Mesh) -> nn.Module:
     return layers[0]
 
 
-def inputs_of(case: StepSpec) -> tuple[list[Tensor], Tensor, Tensor | None]:
+def inputs_of(case: StepSpec) -> tuple[list[Tensor], Tensor, Documents | None]:
     """Queries of the last slice, keys, values and the output's gradient of one process; documents."""
     torch.manual_seed(2)
     slice_len, keys = SEQ, SEQ * case.slices
@@ -126,10 +128,19 @@ def here(layout: Layout, rank: int, slices: int) -> Tensor:
     return torch.cat([torch.arange(run.start, run.stop) for run in rank_positions(layout, SEQ * slices, rank, slices)])
 
 
+def by_cost(documents: Documents | None, layout: Layout, window: int) -> Documents:
+    """The same documents with the places of a ring that follow from them."""
+    assert documents is not None
+    host = documents.numbers.numpy()
+    return Documents(
+        documents.numbers, assign(keys_seen(host, replace(MODEL, window=window)), layout.ring).places, host
+    )
+
+
 def all_cases(ranks: Any, layout: Layout) -> list[str]:
     mesh = build(layout, "cpu")
     wrong = []
-    for case in CASES:
+    for case in [*CASES, *(replace(case, assigned=True) for case in CASES if case.documents and case.slices == 1)]:
         sequence.LEAST_RUN = case.run
         inputs, gradient, documents = inputs_of(case)
         first = SEQ * (case.slices - 1)
@@ -138,6 +149,10 @@ def all_cases(ranks: Any, layout: Layout) -> list[str]:
         expected = attention(core_of(case), exact, gradient.double(), noise_of(case, whole), documents)
 
         keys = here(layout, ranks.rank, case.slices)
+        if documents is not None and case.assigned and layout.ring > 1:
+            documents = by_cost(documents, layout, case.window)
+            runs = rank_share(layout, documents.places[cp_coordinates(layout, ranks.rank)[0]], ranks.rank)
+            keys = torch.cat([torch.arange(run.start, run.stop) for run in runs])
         queries = keys[-SEQ // layout.cp :]
         core = connected(core_of(case), layout, mesh)
         mine = [inputs[0][:, :, queries - first], inputs[1][:, :, keys], inputs[2][:, :, keys]]
@@ -227,13 +242,16 @@ def test_a_part_of_the_heads_meets_its_own_dropout_masks(ranks, layout):
     ranks(with_tensor_parts, layout.world, layout)
 
 
-def sent_by_a_layer(ranks: Any, layout: Layout, kv_heads: int, window: int) -> tuple[dict[str, tuple[int, float]], ...]:
+def sent_by_a_layer(
+    ranks: Any, layout: Layout, kv_heads: int, window: int, cut: bool = False
+) -> tuple[dict[str, tuple[int, float]], ...]:
     mesh = build(layout, "cpu")
     tokens = SEQ // layout.cp
     shapes = [(HEADS, SIZE), (kv_heads, SIZE), (kv_heads, 6)]
     q, k, v = (torch.randn(BATCH, heads, tokens, size, requires_grad=True) for heads, size in shapes)
     core = connected(core_of(StepSpec(window=window)), layout, mesh)
-    o = core(q, k, v, None)
+    documents = by_cost(inputs_of(StepSpec(documents=True))[2], layout, window) if cut else None
+    o = core(q, k, v, None, documents)
     forward = {name: (e.calls, e.sent) for (_, name), e in mesh.ledger.entries.items()}
     mesh.ledger.clear()
     o.sum().backward()
@@ -264,22 +282,33 @@ def test_a_layer_sends_what_it_should(ranks, layout):
         assert found == (forward, backward)
 
 
-def seen_by(layout: Layout, window: int) -> dict[tuple[int, int], int]:
+def seen_by(layout: Layout, window: int, cut: bool) -> dict[tuple[int, int], int]:
     """Keys of one place of the ring that some query of another sees, by both."""
-    held = [[p for run in ring_positions(layout, SEQ, place) for p in run] for place in range(layout.ring)]
+    documents = by_cost(inputs_of(StepSpec(documents=True))[2], layout, window) if cut else None
+    places = documents.places if documents else [ring_positions(layout, SEQ, place) for place in range(layout.ring)]
+    held, rows = (
+        [[p for run in runs for p in run] for runs in places],
+        None if documents is None else documents.numbers.T,
+    )
+
+    def sees(query: int, key: int) -> bool:
+        return key <= query < key + (window or SEQ) and (rows is None or bool((rows[query] == rows[key]).any()))
+
     return {
-        (a, b): sum(any(key <= query < key + window for query in held[b]) for key in held[a])
+        (a, b): sum(any(sees(query, key) for query in held[b]) for key in held[a])
         for a in range(layout.ring)
         for b in range(layout.ring)
         if a != b
     }
 
 
-@pytest.mark.parametrize("window", [1, 2, 5, 7, 13, 30])
+@pytest.mark.parametrize(
+    ("window", "cut"), [*((window, False) for window in (1, 2, 5, 7, 13, 30)), (0, True), (5, True)]
+)
 @pytest.mark.parametrize("layout", [Layout(cp=2), Layout(cp=4), Layout(cp=4, cp_ulysses=2)], ids=Layout.line)
-def test_with_a_window_only_keys_that_another_place_sees_are_sent(ranks, layout, window):
-    seen, (_, each) = seen_by(layout, window), keys_and_values(layout, 2)
-    for rank, (forward, backward) in enumerate(ranks(sent_by_a_layer, layout.world, layout, 2, window)):
+def test_with_a_window_or_documents_only_keys_that_another_place_sees_are_sent(ranks, layout, window, cut):
+    seen, (_, each) = seen_by(layout, window, cut), keys_and_values(layout, 2)
+    for rank, (forward, backward) in enumerate(ranks(sent_by_a_layer, layout.world, layout, 2, window, cut)):
         place, _ = cp_coordinates(layout, rank)
         sent = [keys for (of, to), keys in seen.items() if of == place and keys]
         received = [keys for (of, to), keys in seen.items() if to == place and keys]

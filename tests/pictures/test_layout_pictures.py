@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from cost.exact_state import state_bytes
 from phalanx.blocks.operator import is_expert
 from phalanx.blocks.parameters import parameter_shapes
-from phalanx.config.job import Job
+from phalanx.config.job import Data, Job
 from phalanx.config.layout import Layout
 from phalanx.config.model import ModelConfig
 from phalanx.config.presets import PRESETS
@@ -26,6 +26,7 @@ from phalanx.cost.spec import StepSpec
 from phalanx.errors import DataError, JobError
 from phalanx.optimizers.catalogue import OPTIMIZERS
 from phalanx.partition.derived import Mode
+from phalanx.partition.documents import keys_seen, long_tailed
 from phalanx.partition.tensor_slices import ring_positions
 from phalanx.pictures import prediction as recompute
 from phalanx.pictures.context import contiguous, pairs
@@ -148,6 +149,25 @@ def test_layers_of_two_kinds_are_drawn_together():
     assert any(
         (each.text or "").endswith("without a window, 1 of 3.") for each in ET.fromstring(context_svg(job)).iter()
     )
+
+
+@pytest.mark.parametrize("window", [0, 9])
+def test_documents_are_drawn_with_their_pairs_by_cost_beside_zigzag(window):
+    model = ModelConfig(seq_len=256, n_heads=8, window=window)
+    job = Job(model=model, layout=Layout(cp=4, cp_ulysses=2), data=Data(corpus="stdlib", document_mask=True))
+    found = list(ET.fromstring(context_svg(job)).iter())
+    texts = [each.text or "" for each in found]
+    assert any(text.startswith("by documents: the maximum is 1.0") for text in texts)
+    assert any(text.startswith("zig-zag: the maximum is 1.") for text in texts)
+    # What is filled is what the tokens see, once for each half of the heads.
+    area = 0.0
+    for points in (each.get("points", "") for each in found):
+        corners = [tuple(map(float, point.split(","))) for point in points.split()]
+        area += abs(sum(a[0] * b[1] - b[0] * a[1] for a, b in zip(corners, corners[1:] + corners[:1], strict=True))) / 2
+    sides = (float(each.get("width", 0)) for each in found[1:] if each.get("width") == each.get("height"))
+    side = max(sides)
+    seen = keys_seen(long_tailed(256), model).sum() / model.n_layers - 128
+    assert area / 2 / (side / 256) ** 2 == pytest.approx(seen, rel=0.05)
 
 
 def test_every_rank_computes_as_many_chunks():

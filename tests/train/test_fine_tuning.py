@@ -18,6 +18,7 @@ from safetensors.numpy import load_file
 from safetensors.torch import load_file as load_arrays
 
 from exchange.folders import LLAMA, write_folder, write_tensors
+from phalanx.axes.context import unbalanced
 from phalanx.check.job import problems_of
 from phalanx.check.load import load_words
 from phalanx.checkpoint.consolidated import open_source
@@ -118,7 +119,10 @@ def trained_like(ranks, one: Job, line: str) -> Job:
     other = change(dataclasses.replace(one, layout=layout), "run", name=f"run-{line}")
     sent = ranks(train, layout.processes, other, timeout=200)[0]["traffic_bytes"]
     most = rows(other, "start")[0]["conversations"]
-    assert {axis: by for axis, by in sent.items() if any(by.values())} == predicted_traffic(other, most)
+    predicted = predicted_traffic(other, most)
+    if not unbalanced(other):  # documents decide which keys ranks send each other
+        assert 0 < sent["cp"].pop("send") < predicted["cp"].pop("send").expected
+    assert {axis: by for axis, by in sent.items() if any(by.values())} == {a: by for a, by in predicted.items() if by}
     assert curve(other) == pytest.approx(curve(one), rel=1e-9)
     found = weights(other)
     for name, tensor in weights(one).items():

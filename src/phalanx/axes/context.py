@@ -11,6 +11,7 @@ from phalanx.config.job import Job
 from phalanx.config.layout import Layout
 from phalanx.config.model import ModelConfig
 from phalanx.nearest import Misfit, divisors, multiples
+from phalanx.partition.derived import slices_of
 from phalanx.techniques.technique import Problem
 
 
@@ -130,8 +131,25 @@ def _ulysses(layout: Layout, model: ModelConfig) -> Iterator[Problem]:
     yield "layout.cp_ulysses", Misfit(equation, ranks, {"layout.cp_ulysses": legal})
 
 
+def unbalanced(job: Job) -> str:
+    """Returns why a ring's groups get their tokens by position; empty if documents decide."""
+    layout, model = job.layout, job.model
+    if layout.ring == 1 or not job.data.document_mask or layout.cp_balance == "position":
+        return "nothing to balance"
+    if slices_of(layout) > 1:
+        return "slices of sequences are pipelined one after the other, each cut by position; schedule=1f1b does not"
+    if model.moe.capacity:
+        return "experts with a capacity count whole sequences by position; model.moe.capacity=0 does not"
+    if any(ATTENTION[kind.attention].by_heads for kind in block_kinds(model)):
+        return "recurrent layers exchange whole sequences by position; model.attention=attention does not"
+    return ""
+
+
 def _problems(job: Job) -> Iterator[Problem]:
     yield from _ulysses(job.layout, job.model)
+    asked = job.layout.cp_balance == "documents" and job.layout.ring > 1 and job.data.document_mask
+    if asked and (why := unbalanced(job)):
+        yield "layout.cp_balance", f"{why}; nearest legal: cp_balance=position"
     yield from context_problems(job)
 
 

@@ -148,6 +148,10 @@ CONDITIONS: dict[str, Condition] = {
         lambda job: 1 < job.layout.cp_ulysses < job.layout.cp or job.layout.auto,
         "is for a ring of Ulysses groups: layout.cp_ulysses above 1 and below layout.cp",
     ),
+    "layout.cp_balance": (
+        lambda job: (job.layout.ring > 1 and job.data.document_mask) or job.layout.auto,
+        "is for documents on a ring: data.document_mask=true, and layout.cp above layout.cp_ulysses",
+    ),
     **{f"layout.{name}": _PIPELINE for name in ("schedule", "pp_chunks", "pp_slices", "pp_cut")},
     **{f"layout.{name}": _GATHERED for name in ("reshard", "prefetch")},
     **{f"guard.{name}": _SPIKES for name in ("spike_norm", "spike_loss", "spike_window", "spike_warmup")},

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from math import inf, isfinite, prod
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
+from phalanx.axes.context import unbalanced
 from phalanx.blocks.parameters import count, count_active, count_trained, trained_text
 from phalanx.check.job import optimizer_problems
 from phalanx.check.load import LoadedJob
@@ -37,6 +38,7 @@ from phalanx.gc import gc_paused
 from phalanx.nearest import did_you_mean
 from phalanx.optimizers.catalogue import state_bytes_of
 from phalanx.partition.derived import PARAMETER_BYTES, slices_of, solve
+from phalanx.partition.documents import imbalances
 from phalanx.partition.ramp import assumption
 from phalanx.pictures import context as context_picture
 from phalanx.pictures import layout as layout_picture
@@ -194,6 +196,14 @@ def run(words: Words) -> int:
     if cuts:
         document["slices"] = {name: {**vars(cut), "latency_s": cut.latency} for name, cut in cuts.items()}
         text = "\n".join([text, "", *slices.lines(cuts)])
+    if not unbalanced(job):
+        document["cp_imbalance"] = found = imbalances(job.model, job.layout.ring)
+        said = (
+            f"documents on the ring: the fullest rank has {found['documents']:.2f} × the mean of the pairs of queries "
+            f"and keys by cost, {found['position']:.2f} × by position, where lengths are log-normal with a mean of an "
+            "eighth of a sequence; documents decide what cp sends"
+        )
+        text = "\n".join([text, "", said])
     if words.theirs is not None:
         document["from"] = foreign.document(words.theirs, spec.framework.name)
         text = "\n".join([text, "", *foreign.lines(words.theirs, spec.framework.name, words.loaded)])

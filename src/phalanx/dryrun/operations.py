@@ -39,10 +39,10 @@ def flops_of(func: Any, args: Any, kwargs: Any, out: Any) -> float:
         case "_grouped_mm":  # every row by one matrix, or every row into one
             a, b = args[:2]
             return 2.0 * a.shape[-2] * a.shape[-1] * b.shape[-1] * (len(a) if a.dim() == 3 and b.dim() == 3 else 1)
-        case "_flash_attention_forward" | "_flash_attention_backward":
-            forward = name.endswith("forward")
+        case "_varlen_attn" | "_flash_attention_backward":
+            forward = name == "_varlen_attn"
             q, k, v = args[:3] if forward else args[1:4]  # ([batch,] tokens, heads, size)
-            longest = k.shape[-3] if q.dim() == 4 else args[6 if forward else 9]
+            longest = k.shape[-3] if q.dim() == 4 else args[6 if forward else 9]  # bounds of queries and keys before
             work = 2.0 * math.prod(q.shape[:-1]) * longest * (q.shape[-1] + v.shape[-1])
             return work if forward else 2 * work
         case _:

@@ -18,16 +18,21 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from inspect import signature
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.varlen import AuxRequest, varlen_attn
 
 from phalanx.blocks.attention import MOST_CAPPED_SCORES, MOST_SCORES
-from phalanx.model.documents import Documents
+from phalanx.model.documents import Documents, PackedDocuments
 
 _aten = torch.ops.aten
+_GROUPED: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in signature(varlen_attn).parameters else {}
+"""Fewer key heads than query heads: torch 2.12 and later ask for it."""
 
 
 @dataclass(frozen=True)
@@ -216,25 +221,26 @@ def bias(mask: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _cuda_forward(q: Tensor, k: Tensor, v: Tensor, seen: Seen, scale: float) -> tuple[Tensor, Tensor]:
-    if seen.documents is None:
-        tokens = [x.transpose(1, 2) for x in (q, k, v)]
-        longest = None, None, q.shape[2], k.shape[2]
-        o, lse, *_ = _aten._flash_attention_forward(
-            *tokens, *longest, 0.0, seen.causal, False, scale=scale, **seen.options
-        )
-        return o.transpose(1, 2), lse
-    batch, outputs, sums = len(q), [], []
+    outputs, sums = [], []
     packed = [_packed(x) for x in (q, k, v)]
-    for tokens, bounds, longest in seen.documents.packed:
-        o, lse, *_ = _aten._flash_attention_forward(
-            *(x[tokens] for x in packed),
-            *(bounds, bounds, longest, longest, 0.0, seen.causal, False),
+    whole = PackedDocuments(slice(None), _equal(q), q.shape[2])
+    for tokens, bounds, longest in seen.documents.packed if seen.documents else (whole,):
+        keys, longest_key = (bounds, longest) if seen.documents else (_equal(k), k.shape[2])
+        o, lse = varlen_attn(
+            *(packed[0][tokens], packed[1][tokens], packed[2][tokens], bounds, keys, longest, longest_key),
+            return_aux=AuxRequest(lse=True),
             scale=scale,
-            **seen.options,
+            window_size=(seen.window - 1 if seen.window else -1, 0 if seen.causal else -1),
+            **_GROUPED,
         )
         outputs.append(o)
         sums.append(lse)
-    return _unpacked(_joined(outputs), batch), _joined(sums, dim=1).unflatten(1, (batch, -1)).transpose(0, 1)
+    return _unpacked(_joined(outputs), len(q)), _joined(sums, dim=1).unflatten(1, (len(q), -1)).transpose(0, 1)
+
+
+def _equal(x: Tensor) -> Tensor:
+    """Returns where the sequences of `x` (batch, heads, tokens, size) begin and end as runs of the tokens of all."""
+    return torch.arange(0, x.shape[0] * x.shape[2] + 1, x.shape[2], dtype=torch.int32, device=x.device)
 
 
 def _cuda_backward(

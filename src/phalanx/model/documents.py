@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from phalanx.model.layers import uncompiled
+from phalanx.partition.documents import DocumentCut, Numbers, Places, chunked
 
 ROWS_PER_DOCUMENT = 128
 """Rows that flash attention adds to its buffers for every document in the backward pass."""
@@ -29,9 +30,13 @@ class PackedDocuments(NamedTuple):
 class Documents:
     """The documents of the sequences of a batch. Each is a run of tokens."""
 
-    def __init__(self, numbers: Tensor):
+    def __init__(self, numbers: Tensor, places: Places = (), host: Numbers | None = None):
+        """`host` are the numbers in the host's memory, which `places` need."""
         self.numbers = numbers
         """The document number of each token, (batch, seq), int64: others in the documents before and after it."""
+        self.places, self.host = places, host
+        """The tokens of each position of a ring, as runs, if these go by documents."""
+        self.cuts = dict[int, DocumentCut]()
         self.by_chunk: dict[int, Documents] = {}
         """The chunks of the documents as documents, by their tokens."""
 
@@ -62,7 +67,7 @@ class Documents:
 
     def to(self, device: torch.device) -> Documents:
         """Copies them to a device, packed before so that nothing waits for it."""
-        moved = Documents(self.numbers.to(device, non_blocking=True))
+        moved = Documents(self.numbers.to(device, non_blocking=True), self.places, self.host)
         if device.type != self.numbers.device.type:
             moved.bounds = self.bounds
             moved.packed = tuple(
@@ -72,7 +77,14 @@ class Documents:
 
     def part(self, samples: slice) -> Documents:
         """Returns those of some of the sequences."""
-        return Documents(self.numbers[samples])
+        return Documents(self.numbers[samples], self.places, None if self.host is None else self.host[samples])
+
+    def cut(self, place: int, window: int) -> DocumentCut:
+        """Returns what a position of a ring sees of the others' keys. The layers share it."""
+        if window not in self.cuts:
+            assert self.host is not None, "places come with the host's numbers"
+            self.cuts[window] = DocumentCut(self.host, self.places, place, window)
+        return self.cuts[window]
 
 
 @uncompiled
@@ -86,7 +98,9 @@ def in_chunks(documents: Documents | None, size: int, keys: Tensor) -> Documents
         begins = F.pad(documents.numbers.diff(dim=1) != 0, (1, 0), value=True)
         places = torch.arange(begins.shape[1], device=begins.device).expand_as(begins)
         within = places - places.where(begins, 0).cummax(1).values
-        documents.by_chunk[size] = Documents((begins | (within % size == 0)).long().cumsum(1))
+        numbers = (begins | (within % size == 0)).long().cumsum(1)
+        host = None if documents.host is None else chunked(documents.host, size)
+        documents.by_chunk[size] = Documents(numbers, documents.places, host)
     return documents.by_chunk[size]
 
 

@@ -22,6 +22,7 @@ from phalanx.model.attention import Reach, gradient_of_sinks, join_sinks, visibl
 from phalanx.model.attention_blocks import Seen, attend, gradients
 from phalanx.model.layers import uncompiled
 from phalanx.model.seeding import Noise, scale
+from phalanx.partition.documents import RingBlock
 from phalanx.partition.tensor_slices import window_blocks
 
 
@@ -39,17 +40,6 @@ class Dropping:
         whole = self.noise.seq_len or keys
         places = queries, torch.arange(keys, device=queries.device)
         return self.noise.keep_heads(self.p, self.site, self.n_heads, (whole, whole), queries.device, places)
-
-
-@dataclass(frozen=True)
-class RingBlock:
-    """Queries of this rank and keys of one place of the ring that are computed in one call."""
-
-    queries: slice
-    keys: slice
-    causal: bool = False
-    masked: bool = False
-    """Documents or windows end within the block."""
 
 
 def zigzag(place: int, source: int, tokens: int, earlier: int) -> list[RingBlock]:
@@ -75,6 +65,16 @@ class Sight:
     def __init__(self, ring: Axis, tokens: int, slices: int, reach: Reach, dropping: Dropping | None):
         self.ring, self.dropping, self.tokens, self.slices = ring, dropping, tokens, slices
         self.window, self.documents, self.scoring = reach.window, reach.documents, reach.scoring
+        self.straight = bool(self.window)
+        """Whether keys go straight to the places that see them."""
+        self.cut = None
+        if self.documents is not None and self.documents.places:
+            assert slices == 1, "slices are cut by position"
+            self.cut = self.documents.cut(ring.rank, self.window)
+            self.keys, self.blocks, self.straight, self.hops = self.cut.keys, self.cut.blocks, True, self.cut.hops
+            self.queries = self.keys[ring.rank]
+            return
+        self.hops = ring_hops(tokens * ring.size, ring.size, slices, self.window)
         self.queries = self._own_keys()[-2:]
         """Positions of this rank's queries, as two runs."""
         places = range(ring.size)
@@ -93,6 +93,8 @@ class Sight:
 
     def keys_for(self, place: int) -> list[slice]:
         """Returns the indices of this rank's keys that a place sees, as slices; some may be empty."""
+        if self.cut is not None:
+            return self.cut.sent[place]
         indices, start = [], 0
         for own, run in zip(self._own_keys(), self._reached(place, self.ring.rank), strict=True):
             indices.append(_part(slice(start, start + len(own)), own, run))
@@ -113,12 +115,13 @@ class Sight:
         """Returns which keys of one block its queries see."""
         mask = None
         if block.masked:
-            mask = visible(*self._positions(source, block, device), self.window, self.documents)
+            documents = self.documents and self.documents.part(block.row)
+            mask = visible(*self._positions(source, block, device), self.window, documents)
             mask = mask.view(-1, 1, *mask.shape[-2:])
         causal = block.causal and mask is None
         if keep is None or self.dropping is None:
             return Seen(causal, mask)
-        keep = keep[:, :, block.queries][..., _positions(self.keys[source], device)[block.keys]]
+        keep = keep[block.row, :, block.queries][..., _positions(self.keys[source], device)[block.keys]]
         return Seen(causal, mask, keep, scale(self.dropping.p))
 
     def _within_window(self, source: int) -> list[RingBlock]:
@@ -196,7 +199,7 @@ def _steps(run: slice, length: int) -> Iterator[slice]:
 def travel(sight: Sight, k: Tensor, v: Tensor) -> Around | Straight:
     """Returns the way of this rank's keys `k` and values `v`: around the ring, or with a window straight to the places
     that see them."""
-    return Straight(sight, k, v) if sight.window else Around(sight.ring, k, v)
+    return Straight(sight, k, v) if sight.straight else Around(sight.ring, k, v)
 
 
 def pair(k: Tensor, v: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
@@ -268,18 +271,17 @@ class Straight:
 
     def __init__(self, sight: Sight, k: Tensor, v: Tensor):
         self.sight, self.ring, self.k, self.v = sight, sight.ring, k, v
-        self.hops = ring_hops(sight.tokens * self.ring.size, self.ring.size, sight.slices, sight.window)
         self.home: tuple[Tensor, Tensor] | None = None
         self.moving: tuple[Pending, tuple[Tensor, Tensor, Tensor], list[slice]] | None = None
 
     def arriving(self) -> Iterator[tuple[int, Tensor, Tensor]]:
         source, keys, values = self.ring.rank, self.k, self.v
-        for hops in self.hops:
+        for hops in self.sight.hops:
             after, before = self._places(hops)
             columns = self.sight.keys_for(after)
             sent, *parts = pair(*self._sized(sum(run.stop - run.start for run in columns)), self.k.dtype)
             for part, whole in zip(parts, (self.k, self.v), strict=True):
-                torch.cat([whole[:, :, run] for run in columns], dim=2, out=part)
+                torch.cat([whole[:, :, run] for run in columns] or [whole[:, :, :0]], dim=2, out=part)
             received, next_keys, next_values = pair(*self._sized(self.sight.arriving(before)), self.k.dtype)
             moving = self.ring.shift(received, sent, hops)
             yield source, keys, values
@@ -361,10 +363,10 @@ class _Ring(torch.autograd.Function):
         keep = sight.keep(q.device)
         for source, keys, values in travel(sight, k, v).arriving():
             for block in sight.blocks[source]:
-                rows, columns = block.queries, block.keys
+                row, rows, columns = block.row, block.queries, block.keys
                 seen = sight.seen(source, block, keep, q.device)
-                result = attend(q[:, :, rows], keys[:, :, columns], values[:, :, columns], seen, sight.scoring)
-                _merge(o[:, :, rows], lse[:, :, rows], *result)
+                inputs = q[row, :, rows], keys[row, :, columns], values[row, :, columns]
+                _merge(o[row, :, rows], lse[row, :, rows], *attend(*inputs, seen, sight.scoring))
         join_sinks(o, lse, sinks)
         o = o.to(q.dtype)
         ctx.sight = sight
@@ -385,12 +387,12 @@ class _Ring(torch.autograd.Function):
             both, of_k, of_v = pair(keys, values, lse.dtype)
             both.zero_()
             for block in sight.blocks[source]:
-                rows, columns = block.queries, block.keys
-                inputs = q[:, :, rows], keys[:, :, columns], values[:, :, columns], o[:, :, rows], lse[:, :, rows]
+                row, rows, columns = block.row, block.queries, block.keys
+                inputs = q[row, :, rows], keys[row, :, columns], values[row, :, columns], o[row, :, rows]
                 seen = sight.seen(source, block, keep, q.device)
-                results = gradients(gradient[:, :, rows], *inputs, seen, sight.scoring)
+                results = gradients(gradient[row, :, rows], *inputs, lse[row, :, rows], seen, sight.scoring)
                 for whole, part, part_of in zip((of_q, of_k, of_v), results, (rows, columns, columns), strict=True):
-                    whole[:, :, part_of].add_(part)
+                    whole[row, :, part_of].add_(part)
             return both
 
         messages = travel(sight, k, v)

@@ -206,7 +206,7 @@ def rank_positions(layout: Layout, seq_len: int, rank: int, slices: int = 1) -> 
     """Returns the positions that context-parallel rank `rank` holds, as ranges in storage order. Sequences that are
     pipelined in `slices` equal parts are distributed part by part. The layout must be legal."""
     tokens = seq_len // slices
-    runs = _rank_share(layout, tokens, *cp_coordinates(layout, rank))
+    runs = rank_share(layout, ring_positions(layout, tokens, cp_coordinates(layout, rank)[0]), rank)
     return [range(run.start + part * tokens, run.stop + part * tokens) for part in range(slices) for run in runs]
 
 
@@ -238,11 +238,11 @@ def window_blocks(queries: range, keys: range, window: int) -> Iterator[tuple[ra
             yield run, seen
 
 
-def _rank_share(layout: Layout, tokens: int, ring: int, ulysses: int) -> list[range]:
-    """Returns the equal share of a rank in the positions of its ring position."""
-    share = tokens // layout.cp
-    start, found = ulysses * share, []
-    for run in ring_positions(layout, tokens, ring):
+def rank_share(layout: Layout, runs: Sequence[range], rank: int) -> list[range]:
+    """Returns the equal share of a context-parallel rank in the tokens of its ring position."""
+    share = sum(map(len, runs)) // layout.cp_ulysses
+    start, found = cp_coordinates(layout, rank)[1] * share, []
+    for run in runs:
         part = run[max(0, start) : max(0, start + share)]
         start -= len(run)
         if part:

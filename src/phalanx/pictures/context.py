@@ -1,6 +1,7 @@
 """A picture of context parallelism: the tokens of each rank, the ring step in which queries meet keys, and the balance
 of the work (`phalanx predict JOB --svg FILE --picture context`). It is drawn from the arithmetic that training uses
-(partition/tensor_slices.py), for a sequence without slices."""
+(partition/tensor_slices.py), for a sequence without slices; where documents decide (partition/documents.py), for an
+example of documents."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from math import ceil, sqrt
 
+from phalanx.axes.context import unbalanced
 from phalanx.blocks.attention import visible_pairs
 from phalanx.blocks.kinds import block_kinds
 from phalanx.config.job import Job
@@ -16,7 +18,8 @@ from phalanx.config.layout import Layout
 from phalanx.config.model import ModelConfig
 from phalanx.cost.breakdown import subject
 from phalanx.errors import JobError
-from phalanx.partition.tensor_slices import cp_coordinates, rank_positions, ring_positions
+from phalanx.partition.documents import DocumentCut, Numbers, Places, assign, keys_seen, long_tailed, pairs_of
+from phalanx.partition.tensor_slices import cp_coordinates, rank_share, ring_positions
 from phalanx.pictures.elements import BOLD, COLOURS, NEUTRAL, ON_CELL, SMALL, box, document, heading, text
 from phalanx.units import counted
 
@@ -34,14 +37,18 @@ def svg(job: Job) -> str:
             "layout.cp is 1: every rank holds whole sequences, so there is nothing to draw; set for example cp=4"
         )
     title = subject(job, layout.world)
-    caption = [*_first_lines(layout, tokens), *_caption(layout, _windows(job.model))]
+    numbers, places = None, tuple(ring_positions(layout, tokens, place) for place in range(layout.ring))
+    if not unbalanced(job):
+        numbers = long_tailed(tokens)
+        places = assign(keys_seen(numbers, job.model), layout.ring).places
+    caption = [*_first_lines(layout, tokens), *_caption(layout, _windows(job.model), numbers)]
     top = 48 + 17 * len(caption) + 36
-    matrices, bottom = _matrices(layout, job.model, top)
-    bars, lowest = _bars(layout, job.model, top)
+    matrices, bottom = _matrices(layout, job.model, top, places, numbers)
+    bars, lowest = _bars(layout, job.model, top, places, numbers)
     parts = [
         heading(_MARGIN, 26, title),
         *(text(_MARGIN, 48 + 17 * number, line) for number, line in enumerate(caption)),
-        *_strip(layout, tokens, top, bottom - top),
+        *_strip(layout, tokens, top, bottom - top, places),
         *matrices,
         *bars,
     ]
@@ -70,9 +77,14 @@ def _first_lines(layout: Layout, tokens: int) -> list[str]:
     return textwrap.wrap(words, 140, break_on_hyphens=False)
 
 
-def _caption(layout: Layout, windows: Counter[int]) -> Iterator[str]:
+def _caption(layout: Layout, windows: Counter[int], numbers: Numbers | None) -> Iterator[str]:
     yield "Colours are ranks. The matrix shows which rank computes a query's score with a key; later keys are masked."
-    if layout.ring > 1:
+    if numbers is not None:
+        yield (
+            f"Documents, {numbers.max() - numbers.min() + 1:,} of them in this example (log-normal lengths), see only "
+            "themselves; chunks go to the ranks by what they cost."
+        )
+    elif layout.ring > 1:
         groups = "rank" if layout.cp_ulysses == 1 else f"group of {layout.cp_ulysses} ranks"
         around = f"and so on, with {counted(layout.ring - 1, 'message')}." if 0 in windows else "and so on."
         yield (
@@ -88,12 +100,12 @@ def _caption(layout: Layout, windows: Counter[int]) -> Iterator[str]:
         yield f"Pale: only in layers without a window, {windows[0]} of {windows.total()}."
 
 
-def _strip(layout: Layout, tokens: int, top: float, side: float) -> Iterator[str]:
+def _strip(layout: Layout, tokens: int, top: float, side: float, places: Places) -> Iterator[str]:
     """Yields the sequence from top to bottom, each run in its rank's colour."""
     yield _title(_MARGIN, top, "Tokens held")
     scale = side / tokens
     for rank in range(layout.cp):
-        for run in rank_positions(layout, tokens, rank):
+        for run in rank_share(layout, places[cp_coordinates(layout, rank)[0]], rank):
             y, height = top + run.start * scale, len(run) * scale
             yield _box(_MARGIN, y, 22, height, _colour(rank))
             if height >= 11:
@@ -101,11 +113,19 @@ def _strip(layout: Layout, tokens: int, top: float, side: float) -> Iterator[str
                 yield text(_MARGIN + 30, y + height / 2 + 4, f"rank {rank}: {tokens_held}", SMALL)
 
 
-def _matrices(layout: Layout, model: ModelConfig, top: float) -> tuple[list[str], float]:
+def _matrices(
+    layout: Layout, model: ModelConfig, top: float, places: Places, numbers: Numbers | None
+) -> tuple[list[str], float]:
     """Returns queries × keys, once for each rank's part of the heads; and the lower end."""
     drawn, parts = [_title(_MATRICES, top, "Attention: queries ↓ × keys →")], layout.cp_ulysses
+
+    def matrix(part: int, box: tuple[float, float, float]) -> Iterator[str]:
+        if numbers is None:
+            return _matrix(layout, model, part, box)
+        return _documents(layout, model, part, box, places, numbers)
+
     if parts == 1:
-        return [*drawn, *_matrix(layout, model, 0, (_MATRICES, top, _SIDE))], top + _SIDE
+        return [*drawn, *matrix(0, (_MATRICES, top, _SIDE))], top + _SIDE
     heads, columns = model.n_heads // layout.tp // parts, ceil(sqrt(parts))
     each = (_SIDE + 40 - 16 * (columns - 1)) / columns
     y = top
@@ -113,7 +133,7 @@ def _matrices(layout: Layout, model: ModelConfig, top: float) -> tuple[list[str]
         x, y = _MATRICES + part % columns * (each + 16), top + part // columns * (each + 26)
         first, last = part * heads, (part + 1) * heads - 1
         name = f"head {first}" if heads == 1 else f"heads {first}–{last}"
-        drawn += [text(x, y + 8, name, SMALL), *_matrix(layout, model, part, (x, y + 14, each))]
+        drawn += [text(x, y + 8, name, SMALL), *matrix(part, (x, y + 14, each))]
     return drawn, y + 14 + each
 
 
@@ -146,6 +166,23 @@ def _matrix(layout: Layout, model: ModelConfig, part: int, box: tuple[float, flo
     yield f"<rect x='{x:.1f}' y='{y:.1f}' width='{side:.1f}' height='{side:.1f}' fill='none' stroke='{NEUTRAL}'/>"
 
 
+def _documents(
+    layout: Layout, model: ModelConfig, part: int, box: tuple[float, float, float], places: Places, numbers: Numbers
+) -> Iterator[str]:
+    """Yields one square with what each run of queries of one document sees, in the layers that see most."""
+    x, y, side = box
+    rank_of = {cp_coordinates(layout, rank): rank for rank in range(layout.cp)}
+    scale, window = side / model.seq_len, 0 if 0 in _windows(model) else max(_windows(model))
+    for place in range(layout.ring):
+        for start, stop, first in DocumentCut(numbers, places, place, 0).mine(0):
+            rows = [start, *([first + window] if window and start < first + window < stop else []), stop]
+            left = [(max(first, row - window) if window else first, row) for row in rows]
+            corners = [*left, (stop, stop), (start, start)]
+            points = " ".join(f"{x + key * scale:.1f},{y + row * scale:.1f}" for key, row in corners)
+            yield f"<polygon points='{points}' fill='{_colour(rank_of[place, part])}'/>"
+    yield f"<rect x='{x:.1f}' y='{y:.1f}' width='{side:.1f}' height='{side:.1f}' fill='none' stroke='{NEUTRAL}'/>"
+
+
 def _first_key(query: int, window: int, tokens: int, chunks: int) -> int:
     """Returns the first chunk of keys in the window (0: none) of a chunk of queries."""
     first = query * tokens // chunks - window + 1
@@ -156,16 +193,25 @@ def _single(runs: Sequence[range]) -> Iterator[range]:
     return (range(position, position + 1) for run in runs for position in run)
 
 
-def _bars(layout: Layout, model: ModelConfig, top: float) -> tuple[list[str], float]:
-    """Returns the work of every rank in zig-zag and, for comparison, in contiguous runs; and the lower end."""
-    heads, tokens = model.n_heads // layout.tp // layout.cp_ulysses, model.seq_len
-    kinds = {"zig-zag": ring_positions, "contiguous": contiguous} if layout.ring > 1 else {"": ring_positions}
+def _bars(
+    layout: Layout, model: ModelConfig, top: float, places: Places, numbers: Numbers | None
+) -> tuple[list[str], float]:
+    """Returns the work of every rank and, for comparison, in contiguous runs, or of documents in zig-zag; and the lower
+    end."""
+    heads, tokens, ring = model.n_heads // layout.tp // layout.cp_ulysses, model.seq_len, range(layout.ring)
+    names = ("zig-zag", "contiguous") if numbers is None else ("by documents", "zig-zag")
+    of_other = contiguous if numbers is None else ring_positions
+    kinds = {names[0]: places, names[1]: [of_other(layout, tokens, place) for place in ring]}
+    if layout.ring == 1:
+        kinds = {"": places}
+    if numbers is None:
+        work = {name: [_mean_pairs(runs, _windows(model)) for runs in each] for name, each in kinds.items()}
+    else:
+        seen = keys_seen(numbers, model)
+        work = {name: [pairs // model.n_layers for pairs in pairs_of(seen, each).pairs] for name, each in kinds.items()}
     counts = {
-        name: [
-            heads * _mean_pairs(positions(layout, tokens, cp_coordinates(layout, rank)[0]), _windows(model))
-            for rank in range(layout.cp)
-        ]
-        for name, positions in kinds.items()
+        name: [heads * each[cp_coordinates(layout, rank)[0]] for rank in range(layout.cp)]
+        for name, each in work.items()
     }
     widest = max(count for each in counts.values() for count in each)
     over = "mean over layers" if len(_windows(model)) > 1 else "over all its heads"
@@ -173,7 +219,7 @@ def _bars(layout: Layout, model: ModelConfig, top: float) -> tuple[list[str], fl
     for rank in range(layout.cp):
         parts.append(text(_BARS, y + 12, f"rank {rank}"))
         for name, each in counts.items():
-            width, hollow = _LONGEST * each[rank] / widest, name == "contiguous"
+            width, hollow = _LONGEST * each[rank] / widest, name == names[1]
             parts.append(_box(_BARS + 56, y, width, 13, _colour(rank), hollow=hollow))
             parts.append(text(_BARS + 64 + width, y + 11, _number(each[rank]), SMALL))
             y += 17
@@ -182,7 +228,7 @@ def _bars(layout: Layout, model: ModelConfig, top: float) -> tuple[list[str], fl
     for name, each in counts.items():
         most = f"the maximum is {max(each) * len(each) / sum(each):.2f} × the mean"
         if name:
-            parts.append(_box(_BARS, y - 10, 12, 12, NEUTRAL, hollow=name == "contiguous"))
+            parts.append(_box(_BARS, y - 10, 12, 12, NEUTRAL, hollow=name == names[1]))
         parts.append(text(_BARS + (20 if name else 0), y, f"{name}: {most}" if name else most))
         y += 20
     return parts, y

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from phalanx.axes.context import unbalanced
 from phalanx.blocks.parameters import parameter_shapes
 from phalanx.comm.axis import Pending
 from phalanx.config.job import IGNORE, Job
@@ -35,7 +36,8 @@ from phalanx.parallel.pipeline import PipeDream, Pipeline, StashingPipeline
 from phalanx.parallel.precision import DTYPES, LossScale
 from phalanx.partition import derived as batch
 from phalanx.partition.derived import HOST, Part, is_offloaded, named, tier_of
-from phalanx.partition.tensor_slices import rank_positions
+from phalanx.partition.documents import Numbers, Places, assign, keys_seen
+from phalanx.partition.tensor_slices import cp_coordinates, rank_positions, rank_share
 from phalanx.techniques.catalogue import updates_of
 from phalanx.techniques.offload import offload_problems, with_offload
 from phalanx.train.optimizer import ShardedOptimizer
@@ -290,6 +292,9 @@ class Stepper:
         runner = self.replica.runner
         self.slices = runner.schedule.slices if isinstance(runner, Pipeline) else 1
         self.places = dict[tuple[int, int], Tensor | None]()
+        self.imbalances = list[float]()
+        """Of micro-batches cut by documents since a step was recorded, the most pairs of queries and keys of a ring
+        position over their mean."""
         self.independent_replicas = job.layout.independent_replicas
         self.sync: LocalSGD | None = None
         if job.layout.sync in ("local_sgd", "diloco"):
@@ -488,7 +493,12 @@ class Stepper:
         targets = torch.from_numpy(micro.targets).to(self.device, non_blocking=True)
         documents = None
         if micro.documents is not None:
-            documents = Documents(torch.from_numpy(micro.documents)).to(self.device)
+            assigned = () if unbalanced(self.job) else self.assigned(micro.documents, validates)
+            documents = Documents(torch.from_numpy(micro.documents), assigned, micro.documents).to(self.device)
+            if assigned:
+                cp = self.mesh.coordinates["cp"]
+                runs = rank_share(self.job.layout, assigned[cp_coordinates(self.job.layout, cp)[0]], cp)
+                places = torch.tensor([position for run in runs for position in run], device=self.device)
         reference = None if micro.reference is None else torch.from_numpy(micro.reference).to(self.device)
         policy = None if micro.policy is None else torch.from_numpy(micro.policy).to(self.device, non_blocking=True)
         conversations = None
@@ -515,6 +525,13 @@ class Stepper:
                 embeddings=alpha / math.sqrt(seq_len * self.job.model.d_model),
             )
         return MicroTensors(tokens, targets, noise, places, documents, reference, policy, conversations, further)
+
+    def assigned(self, numbers: Numbers, validates: bool) -> Places:
+        """Returns the tokens of every position of the ring, by the documents of a micro-batch."""
+        found = assign(keys_seen(numbers, self.job.model), self.job.layout.ring)
+        if not validates:
+            self.imbalances.append(found.imbalance)
+        return found.places
 
     def _places(self, seq_len: int, slices: int) -> Tensor | None:
         """Returns the positions of this rank's tokens of every sequence of `seq_len` tokens; None if it has all."""

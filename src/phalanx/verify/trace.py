@@ -1,10 +1,11 @@
 """Runs on the ranks: records what every module computes in one step, to find the first that differs from one process.
 
 Each output, and the gradient of each output, becomes a matrix (tokens here, features here). `places` says which tokens
-of the global batch its rows are: row of the batch × seq_len + position. They follow from the mesh and the layout, not
-from the code under test: rows of the batch from the samples' numbers, positions from the context-parallel rank's part
-of a sequence, and between the matrices of sequence parallelism from the tensor rank's run of those. `partial` marks
-summands: the tensor ranks' outputs before their sum, or gradients that each rank computes from its own columns.
+of the global batch its rows are: row of the batch × seq_len + position. They follow from the rank's micro-batches, not
+from the modules under test: rows of the batch from the samples' numbers, positions from the part of a sequence that a
+context-parallel rank gets, and between the matrices of sequence parallelism from the tensor rank's run of those.
+`partial` marks summands: the tensor ranks' outputs before their sum, or gradients that each rank computes from its own
+columns.
 """
 
 from __future__ import annotations
@@ -32,7 +33,6 @@ from phalanx.parallel.objective import MicroTensors
 from phalanx.parallel.pipeline import Pipeline
 from phalanx.parallel.vocabulary import ChunkedLoss
 from phalanx.partition import derived as batch
-from phalanx.partition.tensor_slices import rank_positions
 from phalanx.verify.measure import ObservedStepper, run_steps
 
 
@@ -63,8 +63,9 @@ class StepRecorder:
         self.job, self.step, self.recording = job, step, recording
         self.rows, self.seq_len = batch.solve(job.train.global_batch, job.layout).global_batch, job.model.seq_len
         self.current = _Current()
-        self.micros: dict[int, tuple[Tensor, Sequence[int]]] = {}
-        """Each micro-batch's tokens and rows of the batch, by the address of the tokens, which stay alive for it."""
+        self.micros: dict[int, tuple[Tensor, Sequence[int], Tensor]] = {}
+        """Each micro-batch's tokens, rows of the batch and positions, by the address of the tokens, which stay alive
+        for it."""
         self.tensors: dict[str, Tensor] = {}
         self.records: list[dict[str, Any]] = []
         self.shards: list[dict[str, Any]] = []
@@ -78,8 +79,6 @@ class StepRecorder:
         self.coordinates, self.tp = mesh.coordinates, mesh.axis("tp")
         runner = stepper.replica.runner
         self.slices = runner.schedule.slices if isinstance(runner, Pipeline) else 1
-        runs = rank_positions(self.job.layout, self.seq_len, mesh.coordinates["cp"], self.slices)
-        self.positions = torch.tensor([position for run in runs for position in run])
         vars(stepper).update(tensors=partial(self._tensors, stepper.tensors), show=self._show)
         objective = stepper.replica.objective
         objective.register_forward_pre_hook(self._enter)
@@ -148,12 +147,12 @@ class StepRecorder:
         if all(0 <= row < self.rows for row in rows):
             if not self.micros:
                 self._keep_shards("before", {shard.name: shard.value for shard in self.stepper.replica.shards})
-            self.micros[made.tokens.untyped_storage().data_ptr()] = made.tokens, rows
+            self.micros[made.tokens.untyped_storage().data_ptr()] = made.tokens, rows, made.positions.cpu()
         return made
 
     def _enter(self, _: nn.Module, inputs: tuple[Any, ...]) -> None:
         tokens: Tensor = inputs[0].tokens
-        base, rows = self.micros.get(tokens.untyped_storage().data_ptr(), (None, ()))
+        base, rows, positions = self.micros.get(tokens.untyped_storage().data_ptr(), (None, (), tokens))
         self.current.places = None
         if base is None:
             return
@@ -164,7 +163,7 @@ class StepRecorder:
         else:
             row, column = offset % of_token // of_row, offset // of_token
         mine = torch.tensor(rows[row : row + len(tokens)])
-        self.current.places = mine[:, None] * self.seq_len + self.positions[column : column + tokens.shape[1]]
+        self.current.places = mine[:, None] * self.seq_len + positions[column : column + tokens.shape[1]]
 
     def _leave(self, *_: Any) -> None:
         self.current.places = None

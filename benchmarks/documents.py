@@ -1,0 +1,222 @@
+"""Documents over context-parallel ranks: chunks assigned by cost beside the zig-zag cut, in turn in the same processes.
+
+    python -m benchmarks.documents [--ranks 2 4] [--lengths 4096 8192] [--rows 4] [--rounds 9] [--seconds 30]
+                                   [--quick] [--json]
+
+Sequences are packed with documents of log-normal lengths (partition/documents.py, `long_tailed`: sigma 1.5, mean an
+eighth of a sequence). Contenders: the zig-zag cut as it was before (cp_balance=position), the same cut with the
+blocks and messages of documents, which shows what skipping alone brings, and assignment by cost (the default). Each
+takes its turn in every round, ratios are taken round by round, and their medians count; fp32, 1 thread per process.
+Losses, gradient norms and outputs must agree before anything is measured. Timed are, for `rows` sequences one after
+the other:
+- attention: forward and backward of one layer's attention;
+- step: an optimizer step of a small Llama, its state sharded over the cp ranks.
+A turn lasts from the first process's beginning to the last one's end. Where there are more processes than cores it
+measures work rather than waiting, so that there is also `busiest`: the processor time of the rank with the most.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+
+from benchmarks.contenders import JOB, ROOT
+from benchmarks.context import MODEL, PRELOAD, TOLERANCE
+from benchmarks.report import machine, save
+from benchmarks.turns import Turns, agree, lasted, prepare, ratio, take_turns
+from phalanx.check.load import load_file
+from phalanx.config.job import Job
+from phalanx.data.loader import MicroBatch
+from phalanx.launch.pool import Pool
+from phalanx.launch.ranks import Ranks
+from phalanx.model.attention import CoreAttention
+from phalanx.model.documents import Documents
+from phalanx.model.transformer import Transformer
+from phalanx.parallel import context
+from phalanx.parallel import mesh as meshes
+from phalanx.partition.documents import Places, assign, keys_seen, long_tailed, pairs_of
+from phalanx.partition.tensor_slices import ring_positions
+from phalanx.train.step import StepInputs, Stepper
+
+DATA = ("data.document_mask=true", "data.corpus=stdlib")
+POSITION, BLOCKS, COST = "zig-zag", "zig-zag, blocks of documents", "by cost"
+WAYS = (POSITION, BLOCKS, COST)
+Busy = dict[str, list[float]]
+
+
+def load(ranks: int, length: int, rows: int, balance: str) -> Job:
+    words = [f"layout.cp={ranks}", f"layout.cp_balance={balance}", f"model.seq_len={length}", *DATA]
+    return load_file(ROOT / JOB, [*MODEL, *words, f"train.global_batch={rows}"]).job
+
+
+def cut(way: str, job: Job, numbers: np.ndarray) -> Places:
+    """Returns the tokens of every ring position; none where the code for positions cuts."""
+    if way == COST:
+        return assign(keys_seen(numbers, job.model), job.layout.ring).places
+    return [ring_positions(job.layout, job.model.seq_len, place) for place in range(job.layout.ring)]
+
+
+def timed(steps: dict[str, Callable[[], Any]], rounds: int, seconds: float) -> tuple[Turns, Busy]:
+    """Takes one rank's turns; also returns the processor time of each."""
+    busy: Busy = {name: [] for name in steps}
+
+    def run(name: str) -> None:
+        began = time.thread_time()
+        steps[name]()
+        busy[name].append(time.thread_time() - began)
+
+    return take_turns({name: partial(run, name) for name in steps}, rounds, seconds), busy
+
+
+def attention(ranks: Ranks, length: int, rows: int, rounds: int, seconds: float) -> tuple[Turns, Busy]:
+    """Takes one rank's turns at attention forward and backward. Raises AssertionError if results differ."""
+    prepare()
+    job = load(ranks.world, length, rows, "documents")
+    model = Transformer(job.model).requires_grad_(False)
+    context.connect(model, meshes.build(job.layout, "cpu"), job.layout)
+    core = next(module for module in model.modules() if isinstance(module, CoreAttention))
+    shape = 4, 1, length, job.model.n_heads, job.model.head_size
+    whole = torch.randn(*shape, generator=torch.Generator().manual_seed(0))
+    every = long_tailed(length, rows)
+    made: dict[str, list[tuple[list[torch.Tensor], torch.Tensor, np.ndarray, torch.Tensor]]] = {}
+    for way in WAYS:
+        made[way] = []
+        for row in range(rows):
+            numbers = every[row : row + 1]
+            places = cut(way, job, numbers)
+            held = torch.tensor([p for run in places[ranks.rank] for p in run])
+            *inputs, gradient = (x[:, held].transpose(1, 2).clone() for x in whole)
+            made[way].append(([x.requires_grad_() for x in inputs], gradient, numbers, held))
+
+    def run(way: str) -> list[torch.Tensor]:
+        found = []
+        for inputs, gradient, numbers, held in made[way]:
+            # A micro-batch's own: what layers share is computed again for each.
+            places = () if way == POSITION else cut(way, job, numbers)
+            o = core(*inputs, None, Documents(torch.from_numpy(numbers), places, numbers))
+            sums = (x.new_zeros(1, x.shape[1], length, x.shape[3]) for x in (o, *inputs))
+            parts = (o.detach(), *torch.autograd.grad(o, inputs, gradient))
+            found += [whole.index_copy(2, held, part) for whole, part in zip(sums, parts, strict=True)]
+        return found
+
+    expected = None
+    for way in WAYS:
+        found = torch.stack([x.double().square().sum() for x in run(way)])
+        torch.distributed.all_reduce(found)
+        expected = found if expected is None else expected
+        assert (found / expected - 1).abs().max() < TOLERANCE, f"{way}: output or gradients differ"
+    return timed({way: partial(run, way) for way in WAYS}, rounds, seconds)
+
+
+def training(ranks: Ranks, length: int, rows: int, rounds: int, seconds: float) -> tuple[Turns, Busy]:
+    """Takes one rank's turns at optimizer steps. Raises AssertionError if losses or gradient norms differ."""
+    prepare()
+    every = long_tailed(length, rows)
+    steps: dict[str, Callable[[], Any]] = {}
+    for way in WAYS:
+        job = load(ranks.world, length, rows, "position" if way == POSITION else "documents")
+        drawn = np.random.default_rng(0).integers(job.model.vocab_size, size=(rows, length + 1))
+        micros = [
+            MicroBatch(drawn[r : r + 1, :-1].copy(), drawn[r : r + 1, 1:].copy(), np.array([r]), every[r : r + 1])
+            for r in range(rows)
+        ]
+        stepper = Stepper(job, meshes.build(job.layout, "cpu"), torch.device("cpu"), job.model.vocab_size)
+        if way == BLOCKS:
+            vars(stepper)["assigned"] = lambda numbers, _, job=job: cut(BLOCKS, job, numbers)
+
+        def step(stepper: Stepper = stepper, micros: list[MicroBatch] = micros) -> tuple[float, float]:
+            found = stepper.step(StepInputs(micros, 0, rows * length, stepper.job.optimizer.lr))
+            return found.loss, found.grad_norm
+
+        steps[way] = step
+    agree({way: step() for way, step in steps.items()}, TOLERANCE)
+    return timed(steps, rounds, seconds)
+
+
+def imbalance(ranks: int, length: int, rows: int) -> dict[str, float]:
+    """Returns the most pairs of a rank over their mean, the mean over rows, by way."""
+    job, every = load(ranks, length, rows, "documents"), long_tailed(length, rows)
+    found = {}
+    for way in (POSITION, COST):
+        seen = [keys_seen(every[row : row + 1], job.model) for row in range(rows)]
+        numbers = [every[row : row + 1] for row in range(rows)]
+        each = [pairs_of(s, cut(way, job, n)).imbalance for s, n in zip(seen, numbers, strict=True)]
+        found[way] = statistics.fmean(each)
+    return found
+
+
+def cell(answers: Sequence[tuple[Turns, Busy]]) -> dict[str, Any]:
+    """Returns medians and ratios of one length."""
+    seconds = lasted([turns for turns, _ in answers])
+    busiest = {way: [max(each) for each in zip(*(busy[way] for _, busy in answers), strict=True)] for way in WAYS}
+    return {
+        "median_s": {way: statistics.median(values) for way, values in seconds.items()},
+        "ratios": {way: ratio(seconds, way, COST) for way in (POSITION, BLOCKS)},
+        "busiest_ratios": {way: ratio(busiest, way, COST) for way in (POSITION, BLOCKS)},
+        "seconds": seconds,
+        "busiest_s": busiest,
+    }
+
+
+def table(result: dict[str, Any]) -> list[tuple[str, ...]]:
+    """Returns times and their ratios, a row per length."""
+    ratios = [f"{way} / {COST}" for way in (POSITION, BLOCKS)]
+    busiest = [f"processor time of the busiest rank: {name}" for name in ratios]
+    rows: list[tuple[str, ...]] = [("", *WAYS, *ratios, *busiest, f"pairs of the fullest rank, {POSITION} → {COST}")]
+    for ranks, world in result["worlds"].items():
+        for kind in ("attention", "step"):
+            for length, found in world[kind].items():
+                pairs = world["imbalance"][length]
+                rows.append(
+                    (
+                        f"{kind}, {ranks} processes, {result['rows']} × {int(length):,} tokens",
+                        *(f"{1000 * found['median_s'][way]:,.0f} ms" for way in WAYS),
+                        *(f"**{found['ratios'][way]:.2f} ×**" for way in (POSITION, BLOCKS)),
+                        *(f"{found['busiest_ratios'][way]:.2f} ×" for way in (POSITION, BLOCKS)),
+                        f"{pairs[POSITION]:.2f} → {pairs[COST]:.2f} × the mean",
+                    )
+                )
+    return rows
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4], help="numbers of processes")
+    parser.add_argument("--lengths", type=int, nargs="+", default=[4096, 8192], help="tokens of a sequence")
+    parser.add_argument("--rows", type=int, default=4, help="sequences, one after the other")
+    parser.add_argument("--rounds", type=int, default=9, help="at most, for each length")
+    parser.add_argument("--seconds", type=float, default=30, help="of a length, after 3 rounds")
+    parser.add_argument("--quick", action="store_true", help="2 rounds of short sequences; prints JSON, writes nothing")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of the table")
+    options = parser.parse_args(argv)
+    lengths, rounds = ([256], 2) if options.quick else (options.lengths, options.rounds)
+    result: dict[str, Any] = {"benchmark": "documents", "machine": machine(), "model": MODEL, "worlds": {}}
+    result["rows"] = options.rows
+    with Pool(max(options.ranks), PRELOAD) as pool:
+        for ranks in options.ranks:
+            result["worlds"][ranks] = world = {"attention": {}, "step": {}, "imbalance": {}}
+            for length in lengths:
+                world["imbalance"][length] = imbalance(ranks, length, options.rows)
+                for kind, fn in (("attention", attention), ("step", training)):
+                    print(f"{kind}, {ranks} processes, {length} tokens", file=sys.stderr, flush=True)
+                    found = cell(pool.run(fn, ranks, length, options.rows, rounds, options.seconds, timeout=1200))
+                    world[kind][length] = found
+    if options.quick or options.json:
+        print(json.dumps(result, indent=1))
+    if not options.quick:
+        words = "More processes than cores share them, so that a turn then measures the work of all ranks; "
+        words += "the balance shows in the processor time of the busiest rank."
+        save("documents", result, table(result), "Documents over context-parallel ranks, beside the zig-zag cut", words)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
