@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from phalanx.config.job import Optimizer
 from phalanx.config.model import ModelConfig
-from phalanx.cost.held import GatheredParameters
+from phalanx.cost.held import GatheredParameters, expert_ranks
 from phalanx.cost.memory_profiles import FSDP1, MEGATRON_DEEPSPEED, NEMO, PHALANX, TORCHTITAN
-from phalanx.cost.rank_memory import MemoryFormulas, expert_ranks
+from phalanx.cost.rank_memory import MemoryFormulas
 from phalanx.optimizers.catalogue import OptimizerCosts, optimizer_costs
 
 FP32_GRADIENTS = replace(PHALANX, gradient_bytes=4, unbuffered_gradient_bytes=2)

@@ -25,13 +25,13 @@ from phalanx.cost.held import (
     Flight,
     GatheredParameters,
     LayerKind,
-    ParameterCounts,
     covering,
     gathered_outside,
     kinds_of,
     outside,
     parameter_counts,
     placed,
+    shards_of,
     table,
 )
 from phalanx.cost.matrices import matrix_work
@@ -249,19 +249,6 @@ def state_bytes(spec: StepSpec, layers: range) -> tuple[float, float, float]:
     stashed = int(stashes(layout))  # between steps, when no micro-batch is in flight
     found = formulas.state(shards_of(held, layout), data_ranks, layout.zero, flushes=flushes(layout), stashed=stashed)
     return found[:3]
-
-
-def expert_ranks(shard_ranks: Any, ep: Any) -> Any:
-    """Returns over how many ranks the state of a rank's experts is sharded, of `shard_ranks` for dense parameters."""
-    return larger(1, shard_ranks // ep)
-
-
-def shards_of(held: ParameterCounts, layout: Layout) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
-    """Returns parameters on a rank as groups of dense ones and experts: all, those that are trained, and over how many
-    ranks their state is sharded."""
-    ranks = layout.shard_ranks
-    experts = held.experts, held.trained_experts, expert_ranks(ranks, layout.ep)
-    return (held.dense, held.trained_dense, ranks), experts
 
 
 def by_stage(zero: int, ranks: Any, parameter: float, gradient: float, optimizer: float) -> tuple[Any, Any, Any]:
@@ -487,8 +474,8 @@ class RankParts:
         for (block, many, _, leaves), later in zip(reversed(held), before, strict=True):
             inside, stream = block.backward
             inside = block.adding if adds else block.first if alone else inside
-            gained = 0 if gradients else self._gradients(block)
-            reduced = self._unsharded(block) - self._gradients(block) if unsent else 0.0
+            sharded, trained = self._gradients(block), block.parameters.trained_dense + block.parameters.trained_experts
+            gained, reduced = 0 if gradients else sharded, trained * self.formulas.gradient - sharded if unsent else 0.0
             released = 0 if leaves else block.kept
             # Between them bytes grow or shrink evenly.
             for number in sorted({*range(min(many, 2)), *range(max(0, many - 1 - self.ahead), many)}):
@@ -538,9 +525,6 @@ class RankParts:
         if unsent and not self.deals_out:  # experts' are divided on their own, into a copy
             found += block.parameters.trained_experts * self.formulas.gradient
         return found
-
-    def _unsharded(self, block: BlockBytes) -> float:
-        return (block.parameters.trained_dense + block.parameters.trained_experts) * self.formulas.gradient
 
     def _gradients(self, kind: BlockBytes) -> float:
         """Returns the bytes of the gradients of a block's weights, unless they leave for the host at once."""
@@ -636,16 +620,17 @@ class RankParts:
         if memory_profile.gathers_matrices:
             matrix = max(table(self.model, layout.tp), *(kind.parameters.largest for kind in self.present))
             return found + matrix * 2 * self.width, 0.0
-        ends = self.ends
         block, trained, tile = (max(sizes) for sizes in zip(*(self.units.values() or ((0, 0, 0),)), strict=True))
         if layout.quantise_weights != "none":
             # The codes of a block that arrives, beside its numbers.
-            coded = max(block, tile, 0 if layout.quantise_weights == "fp8" else ends.block)
+            coded = max(block, tile, 0 if layout.quantise_weights == "fp8" else self.ends.block)
             found += coded * wire_width(layout.quantise_weights, self.width)
         if layout.quantise_gradients != "none":
             # The codes of a group's gradients that a rank sends, and as many that it gets.
-            found += 2 * max(trained, ends.block, ends.tile) * wire_width(layout.quantise_gradients, self.width)
-        return found + ends.block * self.width, ends.trained * self.width
+            found += (
+                2 * max(trained, self.ends.block, self.ends.tile) * wire_width(layout.quantise_gradients, self.width)
+            )
+        return found + self.ends.block * self.width, self.ends.trained * self.width
 
     def is_whole_loss(self) -> bool:
         """Returns whether the loss is computed at once before ZeRO-3 fetches blocks for the backward pass and has the

@@ -25,7 +25,8 @@ from phalanx.cost.exposed import (
     idle,
     pass_seconds,
 )
-from phalanx.cost.rank_memory import StateBytes, expert_ranks, overfull
+from phalanx.cost.held import expert_ranks
+from phalanx.cost.rank_memory import StateBytes, overfull
 from phalanx.cost.rank_time import HOST_OPS, handling_seconds, starts_again
 from phalanx.cost.step_state import clip_bytes, summing_seconds, update_seconds
 from phalanx.partition.derived import is_offloaded, slices_of, splits_backward
