@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from phalanx.config.job import Optimizer
 from phalanx.config.model import ModelConfig
-from phalanx.cost.held import GatheredParameters
+from phalanx.cost.held import GatheredParameters, expert_ranks
 from phalanx.cost.memory_profiles import FSDP1, MEGATRON_DEEPSPEED, NEMO, PHALANX, TORCHTITAN
-from phalanx.cost.rank_memory import MemoryFormulas, expert_ranks
+from phalanx.cost.rank_memory import MemoryFormulas
 from phalanx.optimizers.catalogue import OptimizerCosts, optimizer_costs
 
 FP32_GRADIENTS = replace(PHALANX, gradient_bytes=4, unbuffered_gradient_bytes=2)
@@ -26,9 +26,8 @@ def results(formulas: MemoryFormulas, zero: int, case: Any) -> list[Any]:
     shards = (1e6 * dense, 1e3 * ep, ranks), (1e5 * experts, 1e4 * experts, expert_ranks(ranks, ep))
     state = formulas.state(shards, ranks * ep, zero, "local", micro_batches, flushes=False)
     early = state.early(formulas.stays(micro_batches, ep), 1e5 * ep)
-    blocks = formulas.gathers(micro_batches, 2, 1, reshard=True)
     held = GatheredParameters(1e6 * dense, 1e6 * ep, 1e5 * ep)
-    whole = formulas.gathered(1e6 * experts, held, blocks) + formulas.buffer(ranks)
+    whole = formulas.passing(held, waits=False) + formulas.buffer(ranks)
     most = state.fullest(early, 1e6 * ep, whole)
     context = formulas.context(ranks, micro_batches, ep)
     return [*state, early, whole, most, context]

@@ -29,9 +29,9 @@ def workspace(place: Place, kind: BlockKind, *, splits: bool = False, gathers: b
     """Returns the bytes that the backward pass of attention needs for a moment, of a micro-batch or of the last of its
     slices, less those that the second half of the block has saved and released by then, all or with deferred weight
     gradients (`splits`) all but what these need; 0 where fused kernels need none. With ZeRO-3 (`gathers`) the gradients
-    of the second half wait for those of the first."""
+    of the second half wait for those of the first, unless they are added to those of earlier micro-batches."""
     needed = sum(operator.workspace for operator in half_block(place, kind, "attention"))
-    if not needed:
+    if not needed and not gathers:
         return 0.0
     second = half_block(place, kind, "feed_forward")
     released = sum(tensor.size / _shares(place)[tensor.cut] for operator in second for tensor in operator.saved)
@@ -191,15 +191,17 @@ class BlockBytes:
         # With deferred weight gradients it needs it still.
         tensors = (2 if model.gated else 1) + (0 if reads and not step.splits else 1)
         hidden = FEED_FORWARD[kind.block.feed_forward].width(model) / layout.tp
-        wide = hidden * tensors
+        rows = model.moe.top_k * (memory_profile.imbalance if layout.ep > 1 else 1) if kind.block.routed else 1
+        within = wide = rows * hidden * tensors
         if kind.block.routed:
-            rows = model.moe.top_k * (memory_profile.imbalance if layout.ep > 1 else 1)
             spread = step.share if memory_profile.routes_shards or layout.folds else 1
-            wide = rows * (wide + (model.moe.latent or model.d_model) / spread)
+            wide += rows * (model.moe.latent or model.d_model) / spread
         # What is computed again ends with an output that nothing needs.
         outputs = 2 if kind.recompute == "full" else 1
         batch = place._replace(sequences=step.spec.batch.micro_batch, documents=step.spec.document_mask)
-        attention = workspace(batch, kind.block, splits=step.splits, gathers=gathers_parameters(layout))
+        adds = step.spec.batch.accumulation > 1 and layout.accumulate == "local"
+        gathers = gathers_parameters(layout) and not adds
+        attention = workspace(batch, kind.block, splits=step.splits, gathers=gathers)
         self.backward = self.again + max(step.pass_tokens * wide * width, attention), outputs * step.stream / step.share
         """Bytes of the backward pass besides what is kept: inside the block, and of its residual stream."""
         whole = (weight for each in half_block(place, kind.block, "feed_forward") for weight in each.weights)
@@ -208,6 +210,9 @@ class BlockBytes:
             for weight in whole
             if weight.name == f"{last}.weight" and not weight.frozen
         )
+        # The gradients of rows of experts have gone when those of the hidden units are there.
+        self.first = max(self.backward[0], self.again + (step.pass_tokens * within + matrix) * width)
+        """Bytes inside the block whose gradients are the first, with that of the MLP's last matrix."""
         rows = model.moe.top_k if kind.block.routed else 1
         self.adding = max(self.backward[0], self.again + (step.pass_tokens * rows * hidden + matrix) * width)
         """Bytes inside the block where gradients are added to those of earlier micro-batches: that of the MLP's last

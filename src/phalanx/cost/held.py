@@ -215,6 +215,19 @@ def parameter_counts(
     return ParameterCounts(dense, experts, trained, trained_experts)
 
 
+def expert_ranks(shard_ranks: Any, ep_shard: Any) -> Any:
+    """Returns over how many ranks the state of a rank's experts is sharded, of `shard_ranks` for dense parameters."""
+    return larger(1, shard_ranks // ep_shard)
+
+
+def shards_of(held: ParameterCounts, layout: Layout) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
+    """Returns parameters on a rank as groups of dense ones and experts: all, those that are trained, and over how many
+    ranks their state is sharded."""
+    ranks = layout.shard_ranks
+    experts = held.experts, held.trained_experts, expert_ranks(ranks, layout.ep_shard)
+    return (held.dense, held.trained_dense, ranks), experts
+
+
 class Deferring(NamedTuple):
     """Micro-batches of one pipeline rank just before a backward pass or after a forward one, per stage of the rank,
     where some wait for their weight gradients."""

@@ -11,7 +11,6 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import groupby
 from math import inf
 from operator import mul
 from typing import Any, Literal, NamedTuple
@@ -27,13 +26,13 @@ from phalanx.cost.held import (
     Flight,
     GatheredParameters,
     LayerKind,
-    ParameterCounts,
     covering,
     gathered_outside,
     kinds_of,
     outside,
     parameter_counts,
     placed,
+    shards_of,
     table,
 )
 from phalanx.cost.matrices import matrix_work
@@ -207,22 +206,20 @@ class MemoryFormulas:
         """Returns the bytes of the buffer from which gradients are reduced over data and context-parallel ranks."""
         return (data_ranks > 1) * (self.profile.bucket_numbers * self.gradient)
 
-    def gathers(self, blocks: Any, pp: int, prefetch: int, *, reshard: bool) -> Any:
-        """Returns how many of a rank's blocks ZeRO-3 has whole at a time."""
-        if not reshard or (self.profile.whole_under_pp and pp > 1):
-            return blocks
-        return smaller(1 + prefetch, blocks)
+    def keeps_whole(self, pp: int, *, reshard: bool) -> bool:
+        """Returns whether ZeRO-3 has all of a rank's blocks whole at once."""
+        return not reshard or (self.profile.whole_under_pp and pp > 1)
 
-    def gathered(self, outside: Any, held: GatheredParameters, blocks: Any) -> Any:
-        """Returns the bytes of the parameters that ZeRO-3 has whole: those `outside` the blocks, and of `blocks` of the
-        largest, which has those `held`."""
-        return (outside + held.block * blocks + held.tile) * self.width
+    def passing(self, held: GatheredParameters, *, waits: bool) -> float:
+        """Returns the bytes of the gradients of a ZeRO-3 block on the way, which are there while the next block
+        computes: FSDP2 keeps what it sends, and unless it `waits` for their sum a collective has a copy."""
+        return held.trained * (max(self.width, self.gradient) + (0 if waits else self.width))
 
-    def passing(self, held: GatheredParameters, kept: float, *, unsent: bool) -> float:
-        """Returns the bytes of the gradients of a ZeRO-3 block on the way, beside the `kept` bytes of its activations:
-        the first are there when these are gone. One copy of those that are `unsent` is counted already."""
-        wide = max(self.width, self.gradient)
-        return max(0.0, held.trained * (wide if unsent else self.width + wide) - kept)
+    def sent_last(self, outside: Any, micro_batches: Any, layout: Layout) -> Any:
+        """Returns the bytes of gradients outside of blocks that FSDP2 has sent for a micro-batch, and keeps until it
+        sends those of the next one; for `outside` trained parameters."""
+        each = layout.accumulate == "sharded" and layout.pp == 1
+        return (micro_batches > 1) * (outside * (each * max(self.width, self.gradient)))
 
     def context(self, *axes: Any) -> Any:
         """Returns the bytes outside the allocator, of the device's context and of a communicator per axis of the mesh;
@@ -253,19 +250,6 @@ def state_bytes(spec: StepSpec, layers: range) -> tuple[float, float, float]:
     stashed = int(stashes(layout))  # between steps, when no micro-batch is in flight
     found = formulas.state(shards_of(held, layout), data_ranks, layout.zero, flushes=flushes(layout), stashed=stashed)
     return found[:3]
-
-
-def expert_ranks(shard_ranks: Any, ep_shard: Any) -> Any:
-    """Returns over how many ranks the state of a rank's experts is sharded, of `shard_ranks` for dense parameters."""
-    return larger(1, shard_ranks // ep_shard)
-
-
-def shards_of(held: ParameterCounts, layout: Layout) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
-    """Returns parameters on a rank as groups of dense ones and experts: all, those that are trained, and over how many
-    ranks their state is sharded."""
-    ranks = layout.shard_ranks
-    experts = held.experts, held.trained_experts, expert_ranks(ranks, layout.ep_shard)
-    return (held.dense, held.trained_dense, ranks), experts
 
 
 def by_stage(zero: int, ranks: Any, parameter: float, gradient: float, optimizer: float) -> tuple[Any, Any, Any]:
@@ -346,6 +330,20 @@ class RankParts:
         self.shards = shards_of(held, self.layout)
         """Parameters of the rank's stages, those that are trained, and over how many ranks their state is sharded:
         dense ones, and experts."""
+        # Experts that no other rank has are not gathered.
+        self.deals_out = self.shards[1][2] > 1 or is_offloaded(self.layout, "parameters")
+        fetches = gathers_parameters(self.layout) and not self.memory_profile.gathers_matrices
+        self.units = {
+            kind.kind.block: kind.parameters.gathered(self.deals_out, tiled=self.layout.reshard)
+            for kind in self.present
+            if fetches
+        }
+        """By kind of block, what ZeRO-3 gathers."""
+        self.ends = gathered_outside(self.model, self.layout, self.first, self.last, tiled=self.layout.reshard)
+        # Without a collective FSDP2 fetches a block when it computes.
+        self.ahead = self.layout.prefetch if self.layout.shard_ranks > 1 else 0
+        trained = self.ends.block if self.units and not self.model.lora.rank else 0
+        self.sent_last = self.formulas.sent_last(trained, step.spec.batch.accumulation, self.layout)
 
     def state(self) -> StateBytes:
         """Returns the bytes of the rank's state, with whole matrices among the temporary tensors of its step."""
@@ -438,55 +436,97 @@ class RankParts:
         moved = [sum(run.many * run.block.kept for run in runs if run.leaves) for runs in self.runs]
         return max(sum(map(mul, peak, moved)) for peak in self.flight.unread or self.flight.most)
 
-    def backward(self, gradients: bool, *, modules: bool = False) -> tuple[float, float]:
+    def backward(self, gradients: bool, *, unsent: bool = False, modules: bool = False) -> tuple[float, float]:
         """Returns the most bytes that the backward pass of a block needs besides what all blocks keep, less what later
-        blocks have released: recomputed tensors and gradients of activations; and the bytes of gathered inputs and of
-        messages in transit. `gradients`: those of all weights are counted already. `modules`: of modules for further
-        tokens alone."""
-        step = self.step
-        most = max(self._backward(runs, gradients, step.gathered, modules=modules) for runs in self.runs)
-        return most, step.gathered + self.between
+        blocks have released: recomputed tensors and gradients of activations; and the bytes of gathered inputs, of
+        messages in transit and of ZeRO-3's blocks and gradients on their way. `gradients`: those of all weights are
+        counted already, also those of ZeRO-3 that are `unsent`. `modules`: of modules for further tokens alone."""
+        found = (self._backward(runs, gradients, unsent=unsent, modules=modules) for runs in self.runs)
+        inside, fetched = max(found, key=sum)
+        return inside, self.step.gathered + self.between + fetched
 
-    def _backward(self, held: Sequence[BlockRun], gradients: bool, gathered: float, *, modules: bool) -> float:
-        """Returns the same for one stage. Blocks with the same recomputation count as one run. From block to block it
-        gives up what it keeps and gets gradients of weights, so that its first block in the backward pass has the most,
-        or its last. Beside the last, what is `gathered` comes when the widest tensors have gone; beside the first it
-        stands for what the loss leaves. Of blocks whose activations are on the host, those of the one that computes and
-        of the one before it are here."""
-        moved = max((run.block.kept for run in held if run.leaves), default=0.0)
+    def _backward(
+        self, held: Sequence[BlockRun], gradients: bool, *, unsent: bool, modules: bool
+    ) -> tuple[float, float]:
+        """Returns the same for one stage, its blocks and gradients on their way alone. From block to block it gives up
+        what it keeps and gets gradients of weights. Beside the first block in the backward pass, what is gathered
+        stands for what the loss leaves; beside others it comes when the widest tensors have gone. Of blocks whose
+        activations are on the host, those of the one that computes and of the one before it are here."""
+        blocks = self._blocks(held)
+        if not blocks:
+            return self.step.stream / self.step.share, 0.0
+
+        def moving(number: int, sent: float = 0.0) -> float:
+            passing = self._passing(blocks[number - 1], unsent=unsent) if number else self.sent_last
+            return self._fetched(blocks, number, self.ahead) + max(0.0, passing - sent)
+
+        most, given_up, arrived, sent, first = (-inf, 0.0), 0.0, 0.0, 0.0, 0
         if self.flight.deferring:  # what every block has computed again waits for its weight gradients
-            inside = max((sum(run.block.backward) for run in held), default=0.0)
+            inside = max(sum(block.backward) for block in blocks)
             grown = [
                 run.block.deferred - (0 if run.leaves else run.block.kept) for run in held for _ in range(run.many)
             ]
-            return inside + max(0.0, sum(grown[1:])) + moved or self.step.stream / self.step.share
-        most = given_up = arrived = 0.0
+            moved = max((run.block.kept for run in held if run.leaves), default=0.0)
+            return inside + max(0.0, sum(grown[1:])) + moved, max(map(moving, range(len(blocks))))
         adds = gradients and not self.memory_profile.gradients_stay and not gathers_parameters(self.layout)
         # Of gradients in flat buckets one bucket is counted already.
         bucket = 0.0 if self.layout.zero == 2 and self.layout.shard_ranks > 1 else self.bucket()
-        parts = groupby(held[::-1], lambda run: (run.recompute, run.leaves, run.block.kind.block.predicts))
-        for (_, leaves, predicts), run in parts:
-            here = list(run)
-            inside, stream = (max(parts) for parts in zip(*(run.block.backward for run in here), strict=True))
-            if adds:
-                inside = max(run.block.adding for run in here)
-            many, last = sum(run.many for run in here), here[-1].block
-            gained = 0.0 if gradients else sum(run.many * self._gradients(run.block) for run in here)
-            first_has = max(0.0, arrived - bucket)
-            arrived += gained
-            last_has = 0.0 if gradients else max(0.0, arrived - self._gradients(last) - bucket)
-            released = 0.0 if leaves else sum(run.many * run.block.kept for run in here)
-            if leaves:
-                kept = max(run.block.kept for run in here)
-                before_it = max(0.0, arrived - 2 * gained / many - bucket) if many > 1 else 0.0
-                beside = max(kept + last_has, 2 * kept + max(first_has, before_it) if many > 1 else 0.0)
-            else:
-                # The last block of the run has what is fetched for the block before it.
-                beside = max(first_has, last.kept - released + last_has + moved - gathered)
-            if predicts or not modules:
-                most = max(most, inside + stream + beside - given_up)
-            given_up += released
-        return most or self.step.stream / self.step.share
+        alone = not gradients and not bucket and not self.formulas.offloads
+        before = [*held[-2::-1], None]
+        for (block, many, _, leaves), later in zip(reversed(held), before, strict=True):
+            inside, stream = block.backward
+            inside = block.adding if adds else block.first if alone else inside
+            sharded, trained = self._gradients(block), block.parameters.trained_dense + block.parameters.trained_experts
+            gained, reduced = 0 if gradients else sharded, trained * self.formulas.gradient - sharded if unsent else 0.0
+            released = 0 if leaves else block.kept
+            # Between them bytes grow or shrink evenly.
+            for number in sorted({*range(min(many, 2)), *range(max(0, many - 1 - self.ahead), many)}):
+                here = inside + stream - given_up - number * released + max(0.0, arrived + number * gained - bucket)
+                here += block.kept * leaves - (self.step.gathered if first + number else 0)
+                if number + 1 < many:
+                    here += block.kept * leaves
+                elif later and later.leaves:
+                    here += later.block.kept
+                if block.kind.block.predicts or not modules:
+                    whole = moving(first + number, sent + number * reduced) if self.units else 0.0
+                    most = max(most, (here, whole), key=sum)
+            given_up, arrived, sent = given_up + many * released, arrived + many * gained, sent + many * reduced
+            first += many
+        return most
+
+    def _blocks(self, held: Sequence[BlockRun]) -> list[BlockBytes]:
+        """Returns a stage's blocks in the order of the backward pass."""
+        return [run.block for run in reversed(held) for _ in range(run.many)]
+
+    def _fetched(self, blocks: Sequence[BlockBytes], number: int, ahead: int) -> float:
+        """Returns the bytes of ZeRO-3's whole blocks while one of a stage's `blocks` computes, which are in the order
+        of the backward pass: its own, those fetched `ahead` of the next ones, and its largest tile."""
+        if not self.units:
+            return 0.0
+        if self.formulas.keeps_whole(self.layout.pp, reshard=self.layout.reshard):
+            whole = sum(many * self.units[kind].block for kind, many in self.of_kind.items())
+        else:
+            whole = sum(self.units[block.kind.block].block for block in blocks[number : number + 1 + ahead])
+        return (whole + max(self.units[blocks[number].kind.block].tile, self.ends.tile)) * self.width
+
+    def fetched_in_loss(self) -> tuple[float, float]:
+        """Returns the bytes of ZeRO-3's whole blocks in the loss, and once its backward pass comes to the blocks."""
+        if not (blocks := self._blocks(self.runs[-1])):
+            return 0.0, 0.0
+        first, fetched = (self._fetched(blocks, 0, ahead) for ahead in (0, self.ahead))
+        # Programs with another loss were measured with a block's gradients besides.
+        passing = 0.0 if self.memory_profile.saves_slopes else self._passing(blocks[0], unsent=False)
+        return first, fetched + max(0.0, passing - blocks[0].kept)
+
+    def _passing(self, block: BlockBytes, *, unsent: bool) -> float:
+        """Returns the bytes of a ZeRO-3 block's gradients on the way."""
+        if not self.units:
+            return 0.0
+        waits = self.layout.accumulate == "sharded" or self.layout.dp_replicate > 1
+        found = self.formulas.passing(self.units[block.kind.block], waits=waits)
+        if unsent and not self.deals_out:  # experts' are divided on their own, into a copy
+            found += block.parameters.trained_experts * self.formulas.gradient
+        return found
 
     def _gradients(self, kind: BlockBytes) -> float:
         """Returns the bytes of the gradients of a block's weights, unless they leave for the host at once."""
@@ -563,17 +603,16 @@ class RankParts:
         beside = self.width >= 4 if self.memory_profile.saves_slopes else True
         return self.width if self.model.logit_softcap and beside else 0
 
-    def whole(self, *, unsent: bool) -> tuple[float, float, float]:
-        """Returns the bytes of ZeRO-3's unsharded parameters in the forward pass, of the second copy of the parameters,
-        of buckets and dummies; those of the blocks and of the head's gradient that the backward pass begins with
-        besides; and of a block's gradients in transit, beside those that are `unsent`."""
+    def whole(self) -> tuple[float, float]:
+        """Returns the bytes of buckets, dummies, the second copy of the parameters and what ZeRO-3 has whole outside of
+        blocks; and those of its gradient of the head, which the backward pass begins with."""
         layout, memory_profile = self.layout, self.memory_profile
         found = self.formulas.buffer(self.step.data_ranks)
         if memory_profile.dummy_gradients:
             matrices = sum(kind.parameters.matrices for kind in self.present)
             found += (matrices + self.last * table(self.model, layout.tp)) * self.width
         if not gathers_parameters(layout):
-            return found, 0.0, 0.0
+            return found, 0.0
         if is_copied(layout):
             near = near_ranks(layout), near_ranks(layout, experts=layout.ep > 1)
             copied = sum(numbers / ranks for (numbers, *_), ranks in zip(self.shards, near, strict=True))
@@ -582,33 +621,18 @@ class RankParts:
                 found += outside(self.model, layout.tp, self.first, self.last) / near[0] * (self.width - 1)
         if memory_profile.gathers_matrices:
             matrix = max(table(self.model, layout.tp), *(kind.parameters.largest for kind in self.present))
-            return found + matrix * 2 * self.width, 0.0, 0.0
-        # Experts that no other rank has are not gathered.
-        dealt_out = self.shards[1][2] > 1 or is_offloaded(layout, "parameters")
-        sizes = [
-            (kind.parameters.gathered(dealt_out, tiled=layout.reshard), kind.kept + kind.again * unsent)
-            for kind in self.present
-        ]
-        held, kept = max(sizes, key=lambda size: size[0].block + size[0].tile, default=(GatheredParameters(0, 0, 0), 0))
-        ends = gathered_outside(self.model, layout, self.first, self.last, tiled=layout.reshard)
-        held = held._replace(tile=max(held.tile, ends.tile))
-        # Without a collective FSDP2 fetches a block when it computes.
-        ahead = layout.prefetch if layout.shard_ranks > 1 else 0
-        first, blocks = (
-            self.formulas.gathers(self.of_kind.total(), layout.pp, each, reshard=layout.reshard) for each in (0, ahead)
-        )
+            return found + matrix * 2 * self.width, 0.0
+        block, trained, tile = (max(sizes) for sizes in zip(*(self.units.values() or ((0, 0, 0),)), strict=True))
         if layout.quantise_weights != "none":
             # The codes of a block that arrives, beside its numbers.
-            coded = max(held.block, held.tile, 0 if layout.quantise_weights == "fp8" else ends.block)
+            coded = max(block, tile, 0 if layout.quantise_weights == "fp8" else self.ends.block)
             found += coded * wire_width(layout.quantise_weights, self.width)
         if layout.quantise_gradients != "none":
             # The codes of a group's gradients that a rank sends, and as many that it gets.
-            found += 2 * max(held.trained, ends.block, ends.tile) * wire_width(layout.quantise_gradients, self.width)
-        later = (ends.trained + held.block * (blocks - first)) * self.width
-        passing = self.formulas.passing(held, kept, unsent=unsent)
-        if unsent and not dealt_out:  # divided on their own, into a copy
-            passing += max(kind.parameters.trained_experts for kind in self.present) * self.formulas.gradient
-        return found + self.formulas.gathered(ends.block, held, first), later, passing
+            found += (
+                2 * max(trained, self.ends.block, self.ends.tile) * wire_width(layout.quantise_gradients, self.width)
+            )
+        return found + self.ends.block * self.width, self.ends.trained * self.width
 
     def is_whole_loss(self) -> bool:
         """Returns whether the loss is computed at once before ZeRO-3 fetches blocks for the backward pass and has the
@@ -723,28 +747,29 @@ def _fullest(step: StepParts, flight: Flight) -> RankMemory:
     state = rank.state()
     kept, in_flight = rank.kept(flight.most)
     # Programs that keep all parameters whole under pp were measured with more.
-    whole, later, passing = rank.whole(unsent=state.unsent > 0 and not memory_profile.whole_under_pp)
-    arrives = rank.is_whole_loss()
+    unsent = state.unsent > 0 and not memory_profile.whole_under_pp
+    (whole, head), (last, fetched) = rank.whole(), rank.fetched_in_loss()
+    arrives, later = rank.is_whole_loss(), head + fetched - last
     (logits, hidden), waiting = rank.logits(arriving=later if arrives else 0.0), rank.waiting_logits()
-    forward, whole = whole + (0.0 if arrives else later + passing), whole + later + passing
+    forward, whole = whole + last + rank.sent_last + (0.0 if arrives else later), whole + (0.0 if unsent else head)
     # Where all are in flight at once, none has left gradients yet.
     passes = step.spec.batch.accumulation * len(flight.held)
     updates_each = stashes(step.spec.layout)
     stays = step.formulas.stays(passes, max(map(sum, flight.most))) and not updates_each
     early = state.early(stays, rank.bucket())
-    again, moving = rank.backward(stays or state.unsent > 0)
+    again, moving = rank.backward(stays or state.unsent > 0, unsent=unsent)
     host, disk = step.formulas.beside(rank.shards)
     # Losses in chunks that wait for their backward pass have one gradient of the head.
-    head = rank.head_gradient() if rank.last and rank.logits_of and flight.losses > 1 else 0
+    summed = rank.head_gradient() if rank.last and rank.logits_of and flight.losses > 1 else 0
     moments: list[tuple[Moment, float, float, float, float]] = [
-        ("backward", early, kept + again, rank.waiting_logits(further=0) + head, moving + whole),
+        ("backward", early, kept + again, rank.waiting_logits(further=0) + summed, moving + whole),
         ("loss", early, kept + hidden, logits + waiting, forward + rank.between),
     ]
     if rank.last and rank.model.mtp:  # their backward pass comes before that of the main loss, whose logits are there
-        again, moving = rank.backward(stays or state.unsent > 0, modules=True)
-        moments.append(("backward", early, kept + again, waiting + head, moving + whole - passing))
+        again, moving = rank.backward(stays or state.unsent > 0, unsent=unsent, modules=True)
+        moments.append(("backward", early, kept + again, waiting + summed, moving + whole))
     if flight.later and not stays and not updates_each:
-        again, moving = rank.backward(True)
+        again, moving = rank.backward(True, unsent=unsent)
         moments.append(
             (
                 "backward",

@@ -25,8 +25,8 @@ from phalanx.cost.exposed import (
     idle,
     pass_seconds,
 )
-from phalanx.cost.held import GatheredParameters
-from phalanx.cost.rank_memory import StateBytes, expert_ranks, overfull
+from phalanx.cost.held import expert_ranks
+from phalanx.cost.rank_memory import StateBytes, overfull
 from phalanx.cost.rank_time import HOST_OPS, handling_seconds, starts_again
 from phalanx.cost.step_state import clip_bytes, summing_seconds, update_seconds
 from phalanx.partition.derived import is_offloaded, slices_of, splits_backward
@@ -108,7 +108,13 @@ class StepBytes:
         """Returns the bytes of the fullest rank. Of ranks with the same contents the first has the most in flight."""
         zero, reshard, accumulate = STATES[state]
         found = self._state(zero, accumulate)
-        whole = self._whole(reshard) if zero == 3 and not self.formulas.profile.gathers_matrices else 0.0
+        whole = 0.0
+        if zero == 3 and not self.formulas.profile.gathers_matrices:
+            whole = self._whole(reshard)
+            if not self.tables.request.model.lora.rank:
+                layout = replace(self.tables.space.base, pp=self.pp, accumulate=accumulate)
+                sent = self.formulas.sent_last(self._outside(reshard), self.m, layout)
+                whole = whole + sent * self.group.shared
         return found.fullest(found.early(self._stays), self.activations, whole).max(0)
 
     def _state(self, zero: int, accumulate: str) -> StateBytes:
@@ -127,30 +133,27 @@ class StepBytes:
         return self.formulas.stays(self.m, 1 if self.pp == 1 else several)
 
     def _whole(self, reshard: bool) -> Floats:
-        """Returns the bytes of unsharded parameters of ZeRO-3 in the loss, which has no block fetched ahead."""
+        """Returns the bytes of unsharded parameters of ZeRO-3 in the loss, which has no block fetched ahead of the last
+        one."""
         if reshard not in self.whole:
-            blocks = self.formulas.gathers(self.group.blocks, self.pp, 0, reshard=reshard)
-            outside, held = self._largest(tiled=reshard)
-            whole = self.formulas.gathered(outside, held, blocks[:, None])
-            self.whole[reshard] = whole * self.group.shared
+            group, tables, every = self.group, self.tables, self.formulas.keeps_whole(self.pp, reshard=reshard)
+            shared = group.ranks[1] > 1  # experts that no other rank has are not gathered
+            sizes = dict[BlockKind, Floats]()
+            for kind in self.kinds:
+                options = (tables.gathered(kind, group.inner, shared=each, tiled=reshard) for each in (True, False))
+                block, _, tile = np.where(shared[:, None], *options).T
+                sizes[kind] = block if every else block + tile
+            numbers = [
+                sum(many * sizes[kind] for kind, many in (share.blocks if every else ((share.blocks[0][0], 1),)))
+                for share in group.shares
+            ]
+            numbers = np.stack(numbers) + self._outside(reshard)
+            self.whole[reshard] = numbers * self.formulas.width * group.shared
         return self.whole[reshard]
 
-    def _largest(self, *, tiled: bool) -> tuple[Floats, GatheredParameters]:
-        """Returns the parameters around a rank's blocks that are whole at once, and those of the largest block."""
-        group, tables, sizes = self.group, self.tables, dict[BlockKind, Floats]()
-        shared = group.ranks[1] > 1  # experts that no other rank has are not gathered
-        for kind in self.kinds:
-            alone, together = (tables.gathered(kind, group.inner, shared=each, tiled=tiled) for each in (False, True))
-            sizes[kind] = np.where(shared[:, None], together, alone).T
-        largest = []
-        for share in group.shares:
-            of_kinds = [sizes[kind] for kind, _ in share.blocks]
-            most = np.maximum.reduce(of_kinds)
-            # The largest block may be another than that with the largest tile.
-            most[2] = np.minimum.reduce(of_kinds)[2]
-            largest.append(most)
-        outside = [tables.outside(share, group.inner, tiled=tiled) for share in group.shares]
-        return np.stack(outside), GatheredParameters(*np.stack(largest, 1))
+    def _outside(self, reshard: bool) -> Floats:
+        """Returns the parameters outside of blocks that ZeRO-3 has whole at once."""
+        return np.stack([self.tables.outside(share, self.group.inner, tiled=reshard) for share in self.group.shares])
 
 
 class StepSeconds:

@@ -19,9 +19,9 @@ from phalanx.blocks.kinds import BlockKind, block_kinds
 from phalanx.config.layout import Layout
 from phalanx.cost.block_memory import BlockBytes
 from phalanx.cost.communication import group
-from phalanx.cost.held import Content, Flight, LayerKind, parameter_counts, stages_of_case
+from phalanx.cost.held import Content, Flight, LayerKind, parameter_counts, shards_of, stages_of_case
 from phalanx.cost.prediction import step_parts
-from phalanx.cost.rank_memory import StepParts, needed_bytes, shards_of, step_memory
+from phalanx.cost.rank_memory import StepParts, needed_bytes, step_memory
 from phalanx.cost.rank_time import rank_time
 from phalanx.cost.spec import StepSpec
 from phalanx.errors import JobError

@@ -53,7 +53,7 @@ class RankContents:
     """The part of the model on some ranks of a pipeline: blocks of each kind, and the ends."""
 
     blocks: tuple[tuple[BlockKind, int], ...]
-    """The kinds of blocks with their numbers."""
+    """The kinds of blocks with their numbers, that of the last block first."""
     embedding: bool
     head: bool
     part: float = 1.0
@@ -331,8 +331,8 @@ class Tables:
 
 @lru_cache(1024)
 def every_block(model: ModelConfig) -> tuple[tuple[BlockKind, int], ...]:
-    """Returns the kinds of blocks of a model with their numbers."""
-    return tuple(Counter(block_kinds(model)).items())
+    """Returns the kinds of blocks of a model with their numbers, that of the last block first."""
+    return tuple(Counter(reversed(block_kinds(model))).items())
 
 
 @lru_cache(4096)
@@ -350,7 +350,9 @@ def _cut(model: ModelConfig, layout: Layout) -> Cut:
         visits = sum(placement.count(rank) for placement in schedule.placements)
         part = visits / len(held) / len(schedule.placements)
         least = min(len(cut[stage]) for stage in held)
-        shares.append(RankContents(tuple(content.of_kind.items()), content.embedding, content.head, part, least))
+        ends = [cut[stage][-1] for stage in held if cut[stage]]
+        blocks = tuple(sorted(content.of_kind.items(), key=lambda pair: pair[0] != block_kinds(model)[ends[-1]]))
+        shares.append(RankContents(blocks, content.embedding, content.head, part, least))
     return {share: (shares.index(share), shares.count(share)) for share in dict.fromkeys(shares)}
 
 
