@@ -48,6 +48,8 @@ PIECEWISE = {"copy_", "clone", "_to_copy", "add_", "add", "mul_", "div_", "mul",
 """Operations each of whose elements depends on those at the same place alone: parts of a buffer keep their states."""
 SHOWN = 8
 """Findings of a layout that are printed."""
+UNKNOWN = -2
+"""Number of a storage of the other rank that this one does not have."""
 LIMIT = 64
 """Most ranks whose programs are compared."""
 
@@ -76,6 +78,8 @@ class RecordedOperation(NamedTuple):
     """The ranks of a collective."""
     fresh: tuple[bool, ...] = ()
     """Which written storages the operation made."""
+    peer: int = -1
+    """The other rank of a message."""
 
     @property
     def key(self) -> tuple[Any, ...]:
@@ -128,6 +132,7 @@ class OperationRecorder(TorchDispatchMode):
                 ProcessGroup.unbox(x) for x in args if isinstance(x, torch.ScriptObject) and "Group" in str(x._type())
             )
             group = tuple(dist.get_process_group_ranks(of))
+            peer = group[args[2]] if name in ("send", "recv_") else -1
             name = "c10d." + name
             lists = [[self.place(x) for x in _tensors(each)] for each in args]
             writes, reads = lists[0], lists[1] or lists[0]
@@ -135,7 +140,7 @@ class OperationRecorder(TorchDispatchMode):
                 writes = []
             if name == "c10d.allreduce_" and not next(_tensors(args[0])).is_floating_point():
                 name = "c10d.votes"  # flags of ranks are counted, and equal ones on purpose
-            self.events.append(RecordedOperation(name, where, constants, tuple(reads), tuple(writes), group))
+            self.events.append(RecordedOperation(name, where, constants, tuple(reads), tuple(writes), group, (), peer))
             return out
         written = [
             x
@@ -305,15 +310,20 @@ def prove_sums(job: Job, vocab_size: int) -> SumProof:
             rehearse(job, rank, vocab_size, "cpu", 1, recorder)
             events.append(recorder.events)
     found = dict[tuple[str, str], SumFinding]()
+    stage = layout.processes // layout.pp
     for line in {line.stride: line for line in meshes.lines(layout).values() if line.size > 1}.values():
-        for rank in range(layout.processes):
-            other = rank + line.stride
-            if line.place(rank) + 1 < line.size and other < layout.processes:
-                proof.pairs += 1
-                for each in _NeighbourRanks((rank, other), axes_between(layout, rank, other)).run(
-                    events[rank], events[other]
-                ):
-                    found.setdefault((each.axis, each.what), each)
+        pairs = [
+            (rank, other)
+            for rank in range(layout.processes)
+            for other in range(rank + line.stride, layout.processes, line.stride)
+            if line.place(other) - line.place(rank) == (other - rank) // line.stride
+            and (_hold_alike(events[rank], events[other]) if line.stride == stage else other == rank + line.stride)
+        ]
+        messages = StageMessages(stage)
+        runs = [_NeighbourRanks(pair, axes_between(layout, *pair), messages) for pair in pairs]
+        proof.pairs += len(runs)
+        for each in messages.follow([(run, run.run(*(events[rank] for rank in run.ranks))) for run in runs]):
+            found.setdefault((each.axis, each.what), each)
     proof.findings = list(found.values())
     return proof
 
@@ -321,8 +331,8 @@ def prove_sums(job: Job, vocab_size: int) -> SumProof:
 def problems(job: Job) -> Iterator[str]:
     """Yields why a job's sums cannot be judged."""
     layout = job.layout
-    if layout.pp > 1:
-        yield "pp: a stage's messages come from another rank's program"
+    if layout.schedule.startswith("pipedream"):
+        yield f"schedule={layout.schedule}: stages compute with several versions of the weights; 1f1b has the same sums"
     if gathers_parameters(layout):
         yield "zero=3: FSDP2's copies of parameters are not followed; zero=2 is"
     if layout.sync != "bsp":
@@ -332,31 +342,81 @@ def problems(job: Job) -> Iterator[str]:
     yield from rehearsal_problems(job)
 
 
-class _NeighbourRanks:
-    """Two neighbours' programs."""
+def _hold_alike(mine: Sequence[RecordedOperation], theirs: Sequence[RecordedOperation]) -> bool:
+    """Returns whether two stages hold the same parameter, such as a tied embedding."""
+    held = [{x.constants for x in each if x.name.startswith("gradient of ")} for each in (mine, theirs)]
+    return not held[0].isdisjoint(held[1])
 
-    def __init__(self, ranks: tuple[int, int], axis: str):
-        self.ranks, self.axis = ranks, axis
+
+class StageMessages:
+    """The messages between the stages of a pipeline, as pairs of neighbours send and receive them."""
+
+    def __init__(self, stage: int):
+        self.stage = stage
+        """Ranks per stage."""
+        self.sent = defaultdict[tuple[Any, Any], list[tuple[tuple[int, ...], bool]]](list)
+        """By pairs of senders and receivers, in order: the shape, and whether the senders' tensors differ."""
+        self.received = defaultdict[tuple[Any, Any], int](int)
+
+    def follow(self, runs: Sequence[tuple[_NeighbourRanks, Iterator[None]]]) -> Iterator[SumFinding]:
+        """Runs pairs of programs, each until it reads a message that no other has sent yet; yields what is found."""
+        running, before = list(runs), (-1, -1)
+        while running and before != (now := (len(running), sum(map(len, self.sent.values())))):
+            before = now
+            running = [each for each in running if next(each[1], self) is not self]
+        for run, _ in running:
+            yield SumFinding(run.axis, run.ranks, "a message between stages", "it is read, and nobody sends it")
+        for run, _ in runs:
+            yield from run.findings
+        for (senders, receivers), shapes in self.sent.items():
+            if (count := self.received[senders, receivers]) != len(shapes):
+                why = f"stages send {len(shapes)} messages, of which {count} are received"
+                run = next(run for run, _ in runs if run.ranks == senders)
+                yield SumFinding(run.axis, senders, f"messages to ranks {receivers[0]} and {receivers[1]}", why)
+
+
+class _NeighbourRanks:
+    """Two neighbours' programs: of one stage, or of two that hold the same parameter."""
+
+    def __init__(self, ranks: tuple[int, int], axis: str, messages: StageMessages):
+        self.ranks, self.axis, self.messages = ranks, axis, messages
         self.states, self.findings = DifferingBytes(), list[SumFinding]()
         self.same: dict[int, int] = {}
         """By storage of the other rank, that of this one."""
         self.sent: dict[tuple[int, ...], bool] = {}
         self.held = set[int]()
         """Storages of parameters."""
+        self.stages = ranks[0] // messages.stage != ranks[1] // messages.stage
+        """Whether they are of two stages."""
+        self.coming = dict[int, tuple[BytesOf, tuple[Any, Any], int]]()
+        """By storage, where a message of another stage arrives: that place, its ranks, and its number."""
 
-    def run(self, mine: Sequence[RecordedOperation], theirs: Sequence[RecordedOperation]) -> list[SumFinding]:
-        for event, other in _aligned(mine, theirs):
+    def run(self, mine: Sequence[RecordedOperation], theirs: Sequence[RecordedOperation]) -> Iterator[None]:
+        """Follows both programs; stops while a message that is read has not been sent."""
+        for event, other in _aligned(mine, theirs, self.ranks if self.stages else ()):
+            for at in event.reads if event is not None and event.name != "c10d.recv_" else ():
+                if (message := self.coming.pop(at.storage, None)) is not None:
+                    buffer, ranks, number = message
+                    while len(self.messages.sent[ranks]) <= number:
+                        yield
+                    shape, differs = self.messages.sent[ranks][number]
+                    if shape != buffer.shape:
+                        why = f"a message of {list(shape)} is received as {list(buffer.shape)}"
+                        self.findings.append(SumFinding(self.axis, self.ranks, "a message between stages", why))
+                    self.states.write(buffer, differs)
             if event is None:
-                for at in other.writes:  # it wrote what this rank did not
-                    if at.storage in self.same:
-                        self.states.write(at._replace(storage=self.same[at.storage]), True)
+                for at, fresh in zip(other.writes, other.fresh or [False] * len(other.writes), strict=True):
+                    known = self.same.get(at.storage, UNKNOWN)
+                    if fresh or known == UNKNOWN:  # this rank has no such tensor
+                        self.same[at.storage] = UNKNOWN
+                    else:
+                        self.states.write(at._replace(storage=known), True)
             elif other is None:
                 for at, fresh in zip(event.writes, event.fresh or [False] * len(event.writes), strict=True):
                     self._fresh(at, fresh)
                     self.states.write(at, True)
             else:
                 self._step(event, other)
-        return self.findings
 
     def _fresh(self, at: BytesOf, fresh: bool) -> None:
         if fresh:
@@ -439,7 +499,7 @@ class _NeighbourRanks:
         if kind in ("parameter", "shard", "master"):
             self.held.add(at.storage)
             self.states.put(at, [(at.first, at.last, event.constants != other.constants)])
-        elif event.constants == other.constants and self.states.differs(at):
+        elif event.constants == other.constants and self.states.differs(at) and not (self.stages and kind == "final"):
             what = event.name if kind != "final" else f"{name} after a step"
             self.findings.append(
                 SumFinding(self.axis, self.ranks, what, "both ranks hold it, and it differs: a sum is missing")
@@ -451,6 +511,15 @@ class _NeighbourRanks:
         if name == "c10d.barrier":
             return
         differs = any(self._reads(a, b) for a, b in zip(event.reads, other.reads, strict=True))
+        if event.peer >= 0 and event.peer // self.messages.stage != self.ranks[0] // self.messages.stage:
+            peers = event.peer, other.peer
+            if name == "c10d.send":
+                self.messages.sent[self.ranks, peers].append((event.reads[0].shape, differs))
+            else:
+                edge = peers, self.ranks
+                self.coming[event.writes[0].storage] = event.writes[0], edge, self.messages.received[edge]
+                self.messages.received[edge] += 1
+            return
         if name == "c10d.send":
             self.sent[event.reads[0].shape] = differs
             return
@@ -493,9 +562,18 @@ class _NeighbourRanks:
         return None
 
 
-def _aligned(mine: Sequence[RecordedOperation], theirs: Sequence[RecordedOperation]) -> Iterator[tuple[Any, Any]]:
-    """Yields the events of two programs in pairs; None where only one of them has it."""
-    a, b = [each.key for each in mine], [each.key for each in theirs]
+def _aligned(
+    mine: Sequence[RecordedOperation], theirs: Sequence[RecordedOperation], stages: tuple[int, ...]
+) -> Iterator[tuple[Any, Any]]:
+    """Yields the events of two programs in pairs; None where only one of them has it. Those of two `stages` share
+    checks and collectives alone: whatever else they compute, differs."""
+    if stages:
+        a, b = (
+            [_key_between_stages(each, stages, n, rank) for n, each in enumerate(of)]
+            for rank, of in enumerate((mine, theirs))
+        )
+    else:
+        a, b = [each.key for each in mine], [each.key for each in theirs]
     if a == b:
         yield from zip(mine, theirs, strict=True)
         return
@@ -505,3 +583,12 @@ def _aligned(mine: Sequence[RecordedOperation], theirs: Sequence[RecordedOperati
         else:
             yield from ((each, None) for each in mine[i:j])
             yield from ((None, each) for each in theirs[k:m])
+
+
+def _key_between_stages(event: RecordedOperation, stages: tuple[int, ...], number: int, rank: int) -> tuple[Any, ...]:
+    """Returns the key by which an event of a stage is found in another stage's program."""
+    if event.group:
+        shared = {*stages} <= {*event.group} and event.peer < 0
+    else:
+        shared = not event.fresh or event.name in PIECEWISE or event.name == "cat"
+    return event.key[:1] + event.key[2:] if shared else (rank, number)
