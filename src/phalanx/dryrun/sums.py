@@ -32,6 +32,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from phalanx.comm.axis import Axis
 from phalanx.config.job import Job
 from phalanx.config.layout import Layout
+from phalanx.data.loader import MicroBatch
 from phalanx.dryrun.operations import RealTensors
 from phalanx.dryrun.rehearse import problems as rehearsal_problems
 from phalanx.dryrun.rehearse import rehearse
@@ -64,6 +65,8 @@ class BytesOf(NamedTuple):
     dense: bool
     shape: tuple[int, ...]
     content: str = ""
+    micro: int = 0
+    """A bit per micro-batch whose tokens or targets they are."""
 
 
 class RecordedOperation(NamedTuple):
@@ -95,12 +98,15 @@ class OperationRecorder(TorchDispatchMode):
         self.numbers: dict[int, int] = {}
         self.storages = 0
         self.mesh: Mesh | None = None
+        self.micros: dict[int, int] = {}
+        """By address of a micro-batch's array, its bit."""
 
     def place(self, x: Tensor, fresh: bool = False) -> BytesOf:
         if type(x).__name__ != "FakeTensor":
             with RealTensors():
+                micro = self.micros.get(x.untyped_storage().data_ptr(), 0)
                 content = bytes(x.detach().reshape(-1).contiguous().view(torch.uint8).tolist())
-            return BytesOf(-1, 0, 0, True, tuple(x.shape), hashlib.sha256(content).hexdigest()[:16])
+            return BytesOf(-1, 0, 0, True, tuple(x.shape), hashlib.sha256(content).hexdigest()[:16], micro)
         key = x.untyped_storage()._cdata
         if fresh or key not in self.numbers:
             self.numbers[key] = self.storages
@@ -176,6 +182,11 @@ class OperationRecorder(TorchDispatchMode):
     def _parameters(self, stepper: Stepper) -> Iterator[tuple[str, Tensor]]:
         for shard in stepper.replica.local_parameters():
             yield _identity(shard), shard.value
+
+    def reads(self, micro_batches: Sequence[MicroBatch]) -> None:
+        self.micros = {
+            x.ctypes.data: 1 << n for n, each in enumerate(micro_batches) for x in (each.tokens, each.targets)
+        }
 
     def gradients(self, stepper: Stepper) -> None:
         self.check(
@@ -323,6 +334,9 @@ def prove_sums(job: Job, vocab_size: int) -> SumProof:
         runs = [_NeighbourRanks(pair, axes_between(layout, *pair), messages) for pair in pairs]
         proof.pairs += len(runs)
         for each in messages.follow([(run, run.run(*(events[rank] for rank in run.ranks))) for run in runs]):
+            found.setdefault((each.axis, each.what), each)
+    if layout.pp > 1:
+        for each in _micro_batch_findings(events, stage):
             found.setdefault((each.axis, each.what), each)
     proof.findings = list(found.values())
     return proof
@@ -592,3 +606,131 @@ def _key_between_stages(event: RecordedOperation, stages: tuple[int, ...], numbe
     else:
         shared = not event.fresh or event.name in PIECEWISE or event.name == "cat"
     return event.key[:1] + event.key[2:] if shared else (rank, number)
+
+
+ADDING = {"add", "add_", "_foreach_add_", "cat", "stack", "copy_"}
+"""Operations that may join the gradients of several micro-batches."""
+
+
+class _StageProgram:
+    """One rank's program of a pipeline, and the micro-batches that its tensors depend on: a bit each. In the norm of
+    gradients, which begins once these are final, a bit per gradient instead."""
+
+    def __init__(self, rank: int, stage: int, shared: dict[str, Any]):
+        self.rank, self.stage = rank, stage
+        self.sent: defaultdict[tuple[int, int], list[int]] = shared["sent"]
+        self.sums: defaultdict[tuple[Any, ...], dict[int, int]] = shared["sums"]
+        self.gradients: dict[str, int] = shared["gradients"]
+        self.findings: list[SumFinding] = shared["findings"]
+        self.masks = defaultdict[int, dict[tuple[int, int], int]](dict)
+        self.coming = dict[int, tuple[BytesOf, tuple[int, int], int]]()
+        self.counts = defaultdict[Any, int](int)
+        self.final = False
+
+    def depends(self, at: BytesOf) -> int:
+        """Returns the bits of a place."""
+        mask = at.micro
+        for (first, last), bits in self.masks[at.storage].items() if at.storage >= 0 else ():
+            if first < at.last and at.first < last:
+                mask |= bits
+        return mask
+
+    def put(self, at: BytesOf, mask: int) -> None:
+        """Writes the bits of a place; what it covers in part keeps its own."""
+        ranges = self.masks[at.storage]
+        for first, last in [each for each in ranges if at.dense and at.first <= each[0] and each[1] <= at.last]:
+            del ranges[first, last]
+        ranges[at.first, at.last] = ranges.get((at.first, at.last), 0) | mask
+
+    def find(self, what: str, why: str, where: str = "", other: int | None = None) -> None:
+        self.findings.append(SumFinding("pp", (self.rank, self.rank if other is None else other), what, why, where))
+
+    def run(self, program: Sequence[RecordedOperation], every: int) -> Iterator[None]:
+        """Follows the program; stops while a message that is read, or a part of a sum, is not there."""
+        for event in program:
+            if event.name == "c10d.recv_" and self._crosses(event.peer):
+                edge = event.peer, self.rank
+                self.coming[event.writes[0].storage] = event.writes[0], edge, self.counts[edge]
+                self.counts[edge] += 1
+                continue
+            for at in event.reads:
+                if at.storage in self.coming:
+                    buffer, edge, number = self.coming.pop(at.storage)
+                    while len(self.sent[edge]) <= number:
+                        yield
+                    self.put(buffer, self.sent[edge][number])
+            if event.name.startswith("gradient of "):
+                self._gradient(event, every)
+                continue
+            if not event.group and not event.fresh:
+                continue  # another check
+            read = [self.depends(at) for at in event.reads]
+            mask = 0
+            for number, each in enumerate(read):
+                if not (event.name == "copy_" and number == 0):
+                    mask |= each
+            if event.name == "c10d.send" and self._crosses(event.peer):
+                if mask.bit_count() > 1 and not self.final:
+                    self.find(
+                        "a message between stages", "it depends on several micro-batches", event.where, event.peer
+                    )
+                self.sent[self.rank, event.peer].append(mask)
+            elif event.name in ("c10d.allreduce_", "c10d.votes") and any(map(self._crosses, event.group)):
+                key = event.name, event.group, self.counts[event.name, event.group]
+                self.counts[event.name, event.group] += 1
+                self.sums[key][self.rank] = mask
+                while len(self.sums[key]) < len(event.group):
+                    yield
+                mask = self._sum(event, self.sums[key])
+            elif not self.final and event.name not in ADDING and not event.group:
+                apart = {each for at, each in zip(event.reads, read, strict=True) if at not in event.writes}
+                if len({each for each in apart if each.bit_count() == 1}) > 1:
+                    self.find(event.name, "it multiplies tensors of different micro-batches", event.where)
+            for at in event.writes:
+                self.put(at, mask)
+
+    def _crosses(self, rank: int) -> bool:
+        return rank // self.stage != self.rank // self.stage
+
+    def _gradient(self, event: RecordedOperation, every: int) -> None:
+        (at,) = event.reads
+        if missing := every & ~self.depends(at):
+            lost = ", ".join(str(n) for n in range(missing.bit_length()) if missing >> n & 1)
+            self.find(event.name, f"it does not depend on micro-batch {lost}")
+        self.final = True
+        bit = self.gradients.setdefault(event.constants, 1 << len(self.gradients) + every.bit_length())
+        self.put(at, bit)
+
+    def _sum(self, event: RecordedOperation, parts: dict[int, int]) -> int:
+        """Returns the bits of a sum over stages; a gradient that several of them bring to a norm is counted twice."""
+        mask, twice = 0, 0
+        for each in parts.values():
+            twice |= mask & each
+            mask |= each
+        if self.final and event.name == "c10d.allreduce_" and "MAX" not in event.constants:
+            for name, bit in self.gradients.items():
+                if twice & bit:
+                    what = f"norm of gradients: {name.split(' | ')[0]}"
+                    self.find(what, "several stages count it", event.where, max(parts))
+        return mask
+
+
+def _micro_batch_findings(events: Sequence[Sequence[RecordedOperation]], stage: int) -> list[SumFinding]:
+    """Returns where the ranks of a pipeline lose or mix micro-batches, or count a gradient twice in the norm."""
+    findings = list[SumFinding]()
+    shared = {"sent": defaultdict(list), "sums": defaultdict(dict), "gradients": {}, "findings": findings}
+    every = 0
+    for event in (each for program in events for each in program):
+        for at in event.reads:
+            every |= at.micro
+    programs = [_StageProgram(rank, stage, shared) for rank in range(len(events))]
+    running = [(each, each.run(program, every)) for each, program in zip(programs, events, strict=True)]
+    before = None
+    while running and before != (
+        now := (len(running), *(sum(map(len, shared[of].values())) for of in ("sent", "sums")))
+    ):
+        before = now
+        running = [each for each in running if next(each[1], shared) is not shared]
+    for program, _ in running:
+        program.find("the program", "it waits for a message or a sum in which another rank takes no part")
+    return findings
