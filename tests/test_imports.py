@@ -38,7 +38,7 @@ MOST_LINES = {
     "config": 6950,
     "cost": 6600,
     "data": 6810,
-    "dryrun": 2110,
+    "dryrun": 2345,
     "evaluate": 670,
     "exchange": 2570,
     "foreign": 4310,

@@ -8,6 +8,10 @@ with the same constants. A sum over both ranks makes equal what was not; a part 
 - A gradient, or a parameter after the optimizer, that both ranks hold is equal on both: else a sum is missing.
 - What is summed over an axis differs along it: else it is summed twice.
 
+In a pipeline a received tensor is what the stage before sent. Each tensor also carries the micro-batches that it
+depends on: a message depends on one, a gradient on all, and no operation but a sum reads two. After that each gradient
+is counted once in the norm over all stages.
+
 Nothing is compared with another program, and nothing depends on values: no rank has any. What it cannot tell: a sum of
 wrong summands (a factor, a bias that is added before the sum, heads in another order), which `phalanx verify` finds.
 """
@@ -313,13 +317,15 @@ def prove_sums(job: Job, vocab_size: int) -> SumProof:
     proof = SumProof(layout.line(), not_judged="; ".join(problems(job)))
     if proof.not_judged:
         return proof
-    events = list[list[RecordedOperation]]()
+    events, every = list[list[RecordedOperation]](), 0
     # The backend's own collectives, not those that are composed on gloo.
     with mock.patch.object(Axis, "gloo", property(lambda _: False, lambda *_: None), create=True):
         for rank in range(layout.processes):
             recorder = OperationRecorder()
             rehearse(job, rank, vocab_size, "cpu", 1, recorder)
             events.append(recorder.events)
+            for bit in recorder.micros.values():
+                every |= bit
     found = dict[tuple[str, str], SumFinding]()
     stage = layout.processes // layout.pp
     for line in {line.stride: line for line in meshes.lines(layout).values() if line.size > 1}.values():
@@ -336,7 +342,7 @@ def prove_sums(job: Job, vocab_size: int) -> SumProof:
         for each in messages.follow([(run, run.run(*(events[rank] for rank in run.ranks))) for run in runs]):
             found.setdefault((each.axis, each.what), each)
     if layout.pp > 1:
-        for each in _micro_batch_findings(events, stage):
+        for each in _micro_batch_findings(events, stage, every):
             found.setdefault((each.axis, each.what), each)
     proof.findings = list(found.values())
     return proof
@@ -694,7 +700,7 @@ class _StageProgram:
 
     def _gradient(self, event: RecordedOperation, every: int) -> None:
         (at,) = event.reads
-        if missing := every & ~self.depends(at):
+        if at.first < at.last and (missing := every & ~self.depends(at)):
             lost = ", ".join(str(n) for n in range(missing.bit_length()) if missing >> n & 1)
             self.find(event.name, f"it does not depend on micro-batch {lost}")
         self.final = True
@@ -715,14 +721,11 @@ class _StageProgram:
         return mask
 
 
-def _micro_batch_findings(events: Sequence[Sequence[RecordedOperation]], stage: int) -> list[SumFinding]:
-    """Returns where the ranks of a pipeline lose or mix micro-batches, or count a gradient twice in the norm."""
+def _micro_batch_findings(events: Sequence[Sequence[RecordedOperation]], stage: int, every: int) -> list[SumFinding]:
+    """Returns where the ranks of a pipeline lose or mix micro-batches, or count a gradient twice in the norm. `every`
+    has the bits of all micro-batches."""
     findings = list[SumFinding]()
     shared = {"sent": defaultdict(list), "sums": defaultdict(dict), "gradients": {}, "findings": findings}
-    every = 0
-    for event in (each for program in events for each in program):
-        for at in event.reads:
-            every |= at.micro
     programs = [_StageProgram(rank, stage, shared) for rank in range(len(events))]
     running = [(each, each.run(program, every)) for each, program in zip(programs, events, strict=True)]
     before = None
