@@ -82,8 +82,9 @@ def matrix() -> Iterator[tuple[str, str]]:
         for ranks, full in ((8, False), *([(4, True)] if model == "llama" else [])):
             selection = select(load_job(*words.split()), full=full, max_ranks=ranks)
             for layout in selection.layouts:
-                if layout.processes > 1 and not [*problems(selection.case(layout))]:
-                    yield model, layout.line()
+                case = selection.case(layout)
+                if layout.processes > 1 and not [*problems(case)]:
+                    yield model, f"{layout.line()} model.n_layers={case.model.n_layers}"
 
 
 LAYOUTS = (
@@ -124,7 +125,8 @@ def proof(model: str, line: str, job: str = "", bug: Bug | None = None) -> SumPr
 
 @pytest.mark.parametrize(("model", "line"), LAYOUTS)
 def test_no_sum_is_missing_or_made_twice(model, line):
-    found = proof(model, line)
+    layout, _, job = line.partition(" ")
+    found = proof(model, layout, job)
     assert found.pairs or "pp=" in line
     assert found.text().endswith("ok")
     assert found.as_dict()["ok"]
