@@ -144,6 +144,10 @@ class RehearsalObserver(Protocol):
         """Notes the parameters, before the first step."""
         ...
 
+    def reads(self, micro_batches: Sequence[MicroBatch]) -> None:
+        """Notes a step's micro-batches, before the step."""
+        ...
+
     def gradients(self, stepper: Stepper) -> None:
         """Notes the final gradients of a step."""
         ...
@@ -247,6 +251,8 @@ class _MarkingStepper(Stepper):
 
     def gradients(self, micro_batches: Sequence[MicroBatch], step: int, global_tokens: float) -> Tensor:
         heartbeat.enter_module("")  # that of the backward pass before
+        if self.observer:
+            self.observer.reads(micro_batches)
         loss = super().gradients(micro_batches, step, global_tokens)
         if self.observer:
             self.observer.gradients(self)

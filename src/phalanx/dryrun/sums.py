@@ -8,6 +8,10 @@ with the same constants. A sum over both ranks makes equal what was not; a part 
 - A gradient, or a parameter after the optimizer, that both ranks hold is equal on both: else a sum is missing.
 - What is summed over an axis differs along it: else it is summed twice.
 
+In a pipeline a received tensor is what the stage before sent. Each tensor also carries the micro-batches that it
+depends on: a message depends on one, a gradient on all, and no operation but a sum reads two. After that each gradient
+is counted once in the norm over all stages.
+
 Nothing is compared with another program, and nothing depends on values: no rank has any. What it cannot tell: a sum of
 wrong summands (a factor, a bias that is added before the sum, heads in another order), which `phalanx verify` finds.
 """
@@ -32,6 +36,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from phalanx.comm.axis import Axis
 from phalanx.config.job import Job
 from phalanx.config.layout import Layout
+from phalanx.data.loader import MicroBatch
 from phalanx.dryrun.operations import RealTensors
 from phalanx.dryrun.rehearse import problems as rehearsal_problems
 from phalanx.dryrun.rehearse import rehearse
@@ -48,6 +53,8 @@ PIECEWISE = {"copy_", "clone", "_to_copy", "add_", "add", "mul_", "div_", "mul",
 """Operations each of whose elements depends on those at the same place alone: parts of a buffer keep their states."""
 SHOWN = 8
 """Findings of a layout that are printed."""
+UNKNOWN = -2
+"""Number of a storage of the other rank that this one does not have."""
 LIMIT = 64
 """Most ranks whose programs are compared."""
 
@@ -62,6 +69,8 @@ class BytesOf(NamedTuple):
     dense: bool
     shape: tuple[int, ...]
     content: str = ""
+    micro: int = 0
+    """A bit per micro-batch whose tokens or targets they are."""
 
 
 class RecordedOperation(NamedTuple):
@@ -76,6 +85,8 @@ class RecordedOperation(NamedTuple):
     """The ranks of a collective."""
     fresh: tuple[bool, ...] = ()
     """Which written storages the operation made."""
+    peer: int = -1
+    """The other rank of a message."""
 
     @property
     def key(self) -> tuple[Any, ...]:
@@ -91,12 +102,15 @@ class OperationRecorder(TorchDispatchMode):
         self.numbers: dict[int, int] = {}
         self.storages = 0
         self.mesh: Mesh | None = None
+        self.micros: dict[int, int] = {}
+        """By address of a micro-batch's array, its bit."""
 
     def place(self, x: Tensor, fresh: bool = False) -> BytesOf:
         if type(x).__name__ != "FakeTensor":
             with RealTensors():
+                micro = self.micros.get(x.untyped_storage().data_ptr(), 0)
                 content = bytes(x.detach().reshape(-1).contiguous().view(torch.uint8).tolist())
-            return BytesOf(-1, 0, 0, True, tuple(x.shape), hashlib.sha256(content).hexdigest()[:16])
+            return BytesOf(-1, 0, 0, True, tuple(x.shape), hashlib.sha256(content).hexdigest()[:16], micro)
         key = x.untyped_storage()._cdata
         if fresh or key not in self.numbers:
             self.numbers[key] = self.storages
@@ -128,6 +142,7 @@ class OperationRecorder(TorchDispatchMode):
                 ProcessGroup.unbox(x) for x in args if isinstance(x, torch.ScriptObject) and "Group" in str(x._type())
             )
             group = tuple(dist.get_process_group_ranks(of))
+            peer = group[args[2]] if name in ("send", "recv_") else -1
             name = "c10d." + name
             lists = [[self.place(x) for x in _tensors(each)] for each in args]
             writes, reads = lists[0], lists[1] or lists[0]
@@ -135,7 +150,7 @@ class OperationRecorder(TorchDispatchMode):
                 writes = []
             if name == "c10d.allreduce_" and not next(_tensors(args[0])).is_floating_point():
                 name = "c10d.votes"  # flags of ranks are counted, and equal ones on purpose
-            self.events.append(RecordedOperation(name, where, constants, tuple(reads), tuple(writes), group))
+            self.events.append(RecordedOperation(name, where, constants, tuple(reads), tuple(writes), group, (), peer))
             return out
         written = [
             x
@@ -171,6 +186,11 @@ class OperationRecorder(TorchDispatchMode):
     def _parameters(self, stepper: Stepper) -> Iterator[tuple[str, Tensor]]:
         for shard in stepper.replica.local_parameters():
             yield _identity(shard), shard.value
+
+    def reads(self, micro_batches: Sequence[MicroBatch]) -> None:
+        self.micros = {
+            x.ctypes.data: 1 << n for n, each in enumerate(micro_batches) for x in (each.tokens, each.targets)
+        }
 
     def gradients(self, stepper: Stepper) -> None:
         self.check(
@@ -297,23 +317,33 @@ def prove_sums(job: Job, vocab_size: int) -> SumProof:
     proof = SumProof(layout.line(), not_judged="; ".join(problems(job)))
     if proof.not_judged:
         return proof
-    events = list[list[RecordedOperation]]()
+    events, every = list[list[RecordedOperation]](), 0
     # The backend's own collectives, not those that are composed on gloo.
     with mock.patch.object(Axis, "gloo", property(lambda _: False, lambda *_: None), create=True):
         for rank in range(layout.processes):
             recorder = OperationRecorder()
             rehearse(job, rank, vocab_size, "cpu", 1, recorder)
             events.append(recorder.events)
+            for bit in recorder.micros.values():
+                every |= bit
     found = dict[tuple[str, str], SumFinding]()
+    stage = layout.processes // layout.pp
     for line in {line.stride: line for line in meshes.lines(layout).values() if line.size > 1}.values():
-        for rank in range(layout.processes):
-            other = rank + line.stride
-            if line.place(rank) + 1 < line.size and other < layout.processes:
-                proof.pairs += 1
-                for each in _NeighbourRanks((rank, other), axes_between(layout, rank, other)).run(
-                    events[rank], events[other]
-                ):
-                    found.setdefault((each.axis, each.what), each)
+        pairs = [
+            (rank, other)
+            for rank in range(layout.processes)
+            for other in range(rank + line.stride, layout.processes, line.stride)
+            if line.place(other) - line.place(rank) == (other - rank) // line.stride
+            and (_hold_alike(events[rank], events[other]) if line.stride == stage else other == rank + line.stride)
+        ]
+        messages = StageMessages(stage)
+        runs = [_NeighbourRanks(pair, axes_between(layout, *pair), messages) for pair in pairs]
+        proof.pairs += len(runs)
+        for each in messages.follow([(run, run.run(*(events[rank] for rank in run.ranks))) for run in runs]):
+            found.setdefault((each.axis, each.what), each)
+    if layout.pp > 1:
+        for each in _micro_batch_findings(events, stage, every):
+            found.setdefault((each.axis, each.what), each)
     proof.findings = list(found.values())
     return proof
 
@@ -321,8 +351,8 @@ def prove_sums(job: Job, vocab_size: int) -> SumProof:
 def problems(job: Job) -> Iterator[str]:
     """Yields why a job's sums cannot be judged."""
     layout = job.layout
-    if layout.pp > 1:
-        yield "pp: a stage's messages come from another rank's program"
+    if layout.schedule.startswith("pipedream"):
+        yield f"schedule={layout.schedule}: stages compute with several versions of the weights; 1f1b has the same sums"
     if gathers_parameters(layout):
         yield "zero=3: FSDP2's copies of parameters are not followed; zero=2 is"
     if layout.sync != "bsp":
@@ -332,31 +362,81 @@ def problems(job: Job) -> Iterator[str]:
     yield from rehearsal_problems(job)
 
 
-class _NeighbourRanks:
-    """Two neighbours' programs."""
+def _hold_alike(mine: Sequence[RecordedOperation], theirs: Sequence[RecordedOperation]) -> bool:
+    """Returns whether two stages hold the same parameter, such as a tied embedding."""
+    held = [{x.constants for x in each if x.name.startswith("gradient of ")} for each in (mine, theirs)]
+    return not held[0].isdisjoint(held[1])
 
-    def __init__(self, ranks: tuple[int, int], axis: str):
-        self.ranks, self.axis = ranks, axis
+
+class StageMessages:
+    """The messages between the stages of a pipeline, as pairs of neighbours send and receive them."""
+
+    def __init__(self, stage: int):
+        self.stage = stage
+        """Ranks per stage."""
+        self.sent = defaultdict[tuple[Any, Any], list[tuple[tuple[int, ...], bool]]](list)
+        """By pairs of senders and receivers, in order: the shape, and whether the senders' tensors differ."""
+        self.received = defaultdict[tuple[Any, Any], int](int)
+
+    def follow(self, runs: Sequence[tuple[_NeighbourRanks, Iterator[None]]]) -> Iterator[SumFinding]:
+        """Runs pairs of programs, each until it reads a message that no other has sent yet; yields what is found."""
+        running, before = list(runs), (-1, -1)
+        while running and before != (now := (len(running), sum(map(len, self.sent.values())))):
+            before = now
+            running = [each for each in running if next(each[1], self) is not self]
+        for run, _ in running:
+            yield SumFinding(run.axis, run.ranks, "a message between stages", "it is read, and nobody sends it")
+        for run, _ in runs:
+            yield from run.findings
+        for (senders, receivers), shapes in self.sent.items():
+            if (count := self.received[senders, receivers]) != len(shapes):
+                why = f"stages send {len(shapes)} messages, of which {count} are received"
+                run = next(run for run, _ in runs if run.ranks == senders)
+                yield SumFinding(run.axis, senders, f"messages to ranks {receivers[0]} and {receivers[1]}", why)
+
+
+class _NeighbourRanks:
+    """Two neighbours' programs: of one stage, or of two that hold the same parameter."""
+
+    def __init__(self, ranks: tuple[int, int], axis: str, messages: StageMessages):
+        self.ranks, self.axis, self.messages = ranks, axis, messages
         self.states, self.findings = DifferingBytes(), list[SumFinding]()
         self.same: dict[int, int] = {}
         """By storage of the other rank, that of this one."""
         self.sent: dict[tuple[int, ...], bool] = {}
         self.held = set[int]()
         """Storages of parameters."""
+        self.stages = ranks[0] // messages.stage != ranks[1] // messages.stage
+        """Whether they are of two stages."""
+        self.coming = dict[int, tuple[BytesOf, tuple[Any, Any], int]]()
+        """By storage, where a message of another stage arrives: that place, its ranks, and its number."""
 
-    def run(self, mine: Sequence[RecordedOperation], theirs: Sequence[RecordedOperation]) -> list[SumFinding]:
-        for event, other in _aligned(mine, theirs):
+    def run(self, mine: Sequence[RecordedOperation], theirs: Sequence[RecordedOperation]) -> Iterator[None]:
+        """Follows both programs; stops while a message that is read has not been sent."""
+        for event, other in _aligned(mine, theirs, self.ranks if self.stages else ()):
+            for at in event.reads if event is not None and event.name != "c10d.recv_" else ():
+                if (message := self.coming.pop(at.storage, None)) is not None:
+                    buffer, ranks, number = message
+                    while len(self.messages.sent[ranks]) <= number:
+                        yield
+                    shape, differs = self.messages.sent[ranks][number]
+                    if shape != buffer.shape:
+                        why = f"a message of {list(shape)} is received as {list(buffer.shape)}"
+                        self.findings.append(SumFinding(self.axis, self.ranks, "a message between stages", why))
+                    self.states.write(buffer, differs)
             if event is None:
-                for at in other.writes:  # it wrote what this rank did not
-                    if at.storage in self.same:
-                        self.states.write(at._replace(storage=self.same[at.storage]), True)
+                for at, fresh in zip(other.writes, other.fresh or [False] * len(other.writes), strict=True):
+                    known = self.same.get(at.storage, UNKNOWN)
+                    if fresh or known == UNKNOWN:  # this rank has no such tensor
+                        self.same[at.storage] = UNKNOWN
+                    else:
+                        self.states.write(at._replace(storage=known), True)
             elif other is None:
                 for at, fresh in zip(event.writes, event.fresh or [False] * len(event.writes), strict=True):
                     self._fresh(at, fresh)
                     self.states.write(at, True)
             else:
                 self._step(event, other)
-        return self.findings
 
     def _fresh(self, at: BytesOf, fresh: bool) -> None:
         if fresh:
@@ -439,7 +519,7 @@ class _NeighbourRanks:
         if kind in ("parameter", "shard", "master"):
             self.held.add(at.storage)
             self.states.put(at, [(at.first, at.last, event.constants != other.constants)])
-        elif event.constants == other.constants and self.states.differs(at):
+        elif event.constants == other.constants and self.states.differs(at) and not (self.stages and kind == "final"):
             what = event.name if kind != "final" else f"{name} after a step"
             self.findings.append(
                 SumFinding(self.axis, self.ranks, what, "both ranks hold it, and it differs: a sum is missing")
@@ -451,6 +531,15 @@ class _NeighbourRanks:
         if name == "c10d.barrier":
             return
         differs = any(self._reads(a, b) for a, b in zip(event.reads, other.reads, strict=True))
+        if event.peer >= 0 and event.peer // self.messages.stage != self.ranks[0] // self.messages.stage:
+            peers = event.peer, other.peer
+            if name == "c10d.send":
+                self.messages.sent[self.ranks, peers].append((event.reads[0].shape, differs))
+            else:
+                edge = peers, self.ranks
+                self.coming[event.writes[0].storage] = event.writes[0], edge, self.messages.received[edge]
+                self.messages.received[edge] += 1
+            return
         if name == "c10d.send":
             self.sent[event.reads[0].shape] = differs
             return
@@ -493,9 +582,18 @@ class _NeighbourRanks:
         return None
 
 
-def _aligned(mine: Sequence[RecordedOperation], theirs: Sequence[RecordedOperation]) -> Iterator[tuple[Any, Any]]:
-    """Yields the events of two programs in pairs; None where only one of them has it."""
-    a, b = [each.key for each in mine], [each.key for each in theirs]
+def _aligned(
+    mine: Sequence[RecordedOperation], theirs: Sequence[RecordedOperation], stages: tuple[int, ...]
+) -> Iterator[tuple[Any, Any]]:
+    """Yields the events of two programs in pairs; None where only one of them has it. Those of two `stages` share
+    checks and collectives alone: whatever else they compute, differs."""
+    if stages:
+        a, b = (
+            [_key_between_stages(each, stages, n, rank) for n, each in enumerate(of)]
+            for rank, of in enumerate((mine, theirs))
+        )
+    else:
+        a, b = [each.key for each in mine], [each.key for each in theirs]
     if a == b:
         yield from zip(mine, theirs, strict=True)
         return
@@ -505,3 +603,137 @@ def _aligned(mine: Sequence[RecordedOperation], theirs: Sequence[RecordedOperati
         else:
             yield from ((each, None) for each in mine[i:j])
             yield from ((None, each) for each in theirs[k:m])
+
+
+def _key_between_stages(event: RecordedOperation, stages: tuple[int, ...], number: int, rank: int) -> tuple[Any, ...]:
+    """Returns the key by which an event of a stage is found in another stage's program."""
+    if event.group:
+        shared = {*stages} <= {*event.group} and event.peer < 0
+    else:
+        shared = not event.fresh or event.name in PIECEWISE or event.name == "cat"
+    return event.key[:1] + event.key[2:] if shared else (rank, number)
+
+
+ADDING = {"add", "add_", "_foreach_add_", "cat", "stack", "copy_"}
+"""Operations that may join the gradients of several micro-batches."""
+
+
+class _StageProgram:
+    """One rank's program of a pipeline, and the micro-batches that its tensors depend on: a bit each. In the norm of
+    gradients, which begins once these are final, a bit per gradient instead."""
+
+    def __init__(self, rank: int, stage: int, shared: dict[str, Any]):
+        self.rank, self.stage = rank, stage
+        self.sent: defaultdict[tuple[int, int], list[int]] = shared["sent"]
+        self.sums: defaultdict[tuple[Any, ...], dict[int, int]] = shared["sums"]
+        self.gradients: dict[str, int] = shared["gradients"]
+        self.findings: list[SumFinding] = shared["findings"]
+        self.masks = defaultdict[int, dict[tuple[int, int], int]](dict)
+        self.coming = dict[int, tuple[BytesOf, tuple[int, int], int]]()
+        self.counts = defaultdict[Any, int](int)
+        self.final = False
+
+    def depends(self, at: BytesOf) -> int:
+        """Returns the bits of a place."""
+        mask = at.micro
+        for (first, last), bits in self.masks[at.storage].items() if at.storage >= 0 else ():
+            if first < at.last and at.first < last:
+                mask |= bits
+        return mask
+
+    def put(self, at: BytesOf, mask: int) -> None:
+        """Writes the bits of a place; what it covers in part keeps its own."""
+        ranges = self.masks[at.storage]
+        for first, last in [each for each in ranges if at.dense and at.first <= each[0] and each[1] <= at.last]:
+            del ranges[first, last]
+        ranges[at.first, at.last] = ranges.get((at.first, at.last), 0) | mask
+
+    def find(self, what: str, why: str, where: str = "", other: int | None = None) -> None:
+        self.findings.append(SumFinding("pp", (self.rank, self.rank if other is None else other), what, why, where))
+
+    def run(self, program: Sequence[RecordedOperation], every: int) -> Iterator[None]:
+        """Follows the program; stops while a message that is read, or a part of a sum, is not there."""
+        for event in program:
+            if event.name == "c10d.recv_" and self._crosses(event.peer):
+                edge = event.peer, self.rank
+                self.coming[event.writes[0].storage] = event.writes[0], edge, self.counts[edge]
+                self.counts[edge] += 1
+                continue
+            for at in event.reads:
+                if at.storage in self.coming:
+                    buffer, edge, number = self.coming.pop(at.storage)
+                    while len(self.sent[edge]) <= number:
+                        yield
+                    self.put(buffer, self.sent[edge][number])
+            if event.name.startswith("gradient of "):
+                self._gradient(event, every)
+                continue
+            if not event.group and not event.fresh:
+                continue  # another check
+            read = [self.depends(at) for at in event.reads]
+            mask = 0
+            for number, each in enumerate(read):
+                if not (event.name == "copy_" and number == 0):
+                    mask |= each
+            if event.name == "c10d.send" and self._crosses(event.peer):
+                if mask.bit_count() > 1 and not self.final:
+                    self.find(
+                        "a message between stages", "it depends on several micro-batches", event.where, event.peer
+                    )
+                self.sent[self.rank, event.peer].append(mask)
+            elif event.name in ("c10d.allreduce_", "c10d.votes") and any(map(self._crosses, event.group)):
+                key = event.name, event.group, self.counts[event.name, event.group]
+                self.counts[event.name, event.group] += 1
+                self.sums[key][self.rank] = mask
+                while len(self.sums[key]) < len(event.group):
+                    yield
+                mask = self._sum(event, self.sums[key])
+            elif not self.final and event.name not in ADDING and not event.group:
+                apart = {each for at, each in zip(event.reads, read, strict=True) if at not in event.writes}
+                if len({each for each in apart if each.bit_count() == 1}) > 1:
+                    self.find(event.name, "it multiplies tensors of different micro-batches", event.where)
+            for at in event.writes:
+                self.put(at, mask)
+
+    def _crosses(self, rank: int) -> bool:
+        return rank // self.stage != self.rank // self.stage
+
+    def _gradient(self, event: RecordedOperation, every: int) -> None:
+        (at,) = event.reads
+        if at.first < at.last and (missing := every & ~self.depends(at)):
+            lost = ", ".join(str(n) for n in range(missing.bit_length()) if missing >> n & 1)
+            self.find(event.name, f"it does not depend on micro-batch {lost}")
+        self.final = True
+        bit = self.gradients.setdefault(event.constants, 1 << len(self.gradients) + every.bit_length())
+        self.put(at, bit)
+
+    def _sum(self, event: RecordedOperation, parts: dict[int, int]) -> int:
+        """Returns the bits of a sum over stages; a gradient that several of them bring to a norm is counted twice."""
+        mask, twice = 0, 0
+        for each in parts.values():
+            twice |= mask & each
+            mask |= each
+        if self.final and event.name == "c10d.allreduce_" and "MAX" not in event.constants:
+            for name, bit in self.gradients.items():
+                if twice & bit:
+                    what = f"norm of gradients: {name.split(' | ')[0]}"
+                    self.find(what, "several stages count it", event.where, max(parts))
+        return mask
+
+
+def _micro_batch_findings(events: Sequence[Sequence[RecordedOperation]], stage: int, every: int) -> list[SumFinding]:
+    """Returns where the ranks of a pipeline lose or mix micro-batches, or count a gradient twice in the norm. `every`
+    has the bits of all micro-batches."""
+    findings = list[SumFinding]()
+    shared = {"sent": defaultdict(list), "sums": defaultdict(dict), "gradients": {}, "findings": findings}
+    programs = [_StageProgram(rank, stage, shared) for rank in range(len(events))]
+    running = [(each, each.run(program, every)) for each, program in zip(programs, events, strict=True)]
+    before = None
+    while running and before != (
+        now := (len(running), *(sum(map(len, shared[of].values())) for of in ("sent", "sums")))
+    ):
+        before = now
+        running = [each for each in running if next(each[1], shared) is not shared]
+    for program, _ in running:
+        program.find("the program", "it waits for a message or a sum in which another rank takes no part")
+    return findings
