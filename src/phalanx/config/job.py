@@ -11,6 +11,7 @@ from phalanx.config.constraints import Example, FolderName, Interval, Matches, P
 from phalanx.config.layout import Layout
 from phalanx.config.model import ModelConfig
 from phalanx.config.precision import Fp8Scaling, Precision
+from phalanx.config.values import FieldRow
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ IGNORE = -100
 
 
 @dataclass(frozen=True, repr=False)
-class MixSource:
+class MixSource(FieldRow):
     """One source of data.mix."""
 
     path: str
@@ -63,12 +64,6 @@ class MixSource:
     """Instead of data.columns."""
     ignore_keys: tuple[str, ...] = ()
     """Instead of data.ignore_keys."""
-
-    def __repr__(self) -> str:
-        rest = {name: value for name, value in vars(self).items() if value not in (0, "", ())}
-        rest |= {name: f"[{', '.join(value)}]" for name, value in rest.items() if isinstance(value, tuple)}
-        rest |= {name: f"{value:g}" for name, value in rest.items() if isinstance(value, float)}
-        return f"{{{', '.join(f'{name}: {value}' for name, value in rest.items())}}}"
 
 
 @dataclass(frozen=True)
