@@ -165,6 +165,9 @@ class GrpoOptions:
     """reward=regex: the expression whose last match, or its first group, is compared with the answer."""
     max_new_tokens: Annotated[int, Interval(1)] = 64
     """Most tokens of a completion, which also ends at an end-of-text token and at model.seq_len."""
+    temperature: Annotated[float, Interval(above=0)] = 1.0
+    """Divides the logits that completions are drawn from. The loss, its ratio and the KL divergence are of the same
+    probabilities."""
     updates: Annotated[int, Interval(1)] = 1
     """Optimizer steps per batch of completions."""
     clip: Annotated[float, Interval(above=0), Interval(below=1)] = 0.2
@@ -189,9 +192,10 @@ class GrpoOptions:
     def line(self) -> str:
         """Returns the options as `name=value`, without those that do nothing."""
         high = f",clip_high={self.clip_high:g}" if self.clip_high else ""
+        warmth = f",temperature={self.temperature:g}" if self.temperature != 1 else ""
         return (
             f"group={self.group},updates={self.updates},clip={self.clip:g}{high},beta={self.beta:g},scale={self.scale},"
-            f"average={self.average}"
+            f"average={self.average}{warmth}"
         )
 
 
