@@ -56,7 +56,9 @@ def read_rows(text: str, names: str) -> list[dict[str, str]]:
     except yaml.YAMLError:
         root = None
     if not isinstance(root, yaml.SequenceNode):
-        raise ValueError(f"expected a list of mappings of {names}, found {text[:100]!r}")
+        raise ValueError(
+            f"expected a list of mappings of {names}, found {text.strip().removesuffix('...').strip()[:100]!r}"
+        )
     return [_row(node, names, f"item {number}") for number, node in enumerate(root.value, start=1)]
 
 
