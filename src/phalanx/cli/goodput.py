@@ -55,8 +55,7 @@ VERB = Verb(
     ),
     (
         ("goodput", "16,384 devices for 54 days at Llama 3's rates"),
-        ("goodput job.yaml", "a job's devices, with the causes in its cluster.failures"),
-        ("goodput --devices 1024 --causes mine.csv --run runs/main", "an own cluster, with measured restarts"),
+        ("goodput job.yaml --run runs/main", "a job's devices and cluster.failures, with measured restarts"),
     ),
     (
         "The table has the columns " + ", ".join(causes.COLUMNS) + ": `count` interruptions of `devices` in `days`; "
