@@ -45,8 +45,8 @@ ELSEWHERE = {
     "train": """
         steps global_batch batch_ramp seq_ramp precision gradients seed compile cpu_linear deterministic log_every
         eval_samples label_smoothing neftune_alpha dpo.beta dpo.label_smoothing grpo.group grpo.reward grpo.pattern
-        grpo.max_new_tokens grpo.updates grpo.clip grpo.clip_high grpo.beta grpo.scale grpo.average grpo.max_batch
-        grpo.max_gap grpo.on_gap profile.steps profile.ranks profile.memory profile.python
+        grpo.max_new_tokens grpo.temperature grpo.updates grpo.clip grpo.clip_high grpo.beta grpo.scale
+        grpo.average grpo.max_batch grpo.max_gap grpo.on_gap profile.steps profile.ranks profile.memory profile.python
     """,
     "plan": """
         headroom

@@ -116,6 +116,7 @@ def test_mistakes_are_answered(folder, capsys, monkeypatch):
         (("--kill",), "--kill takes one run's directory"),
         (("--nprocs", "2", "--", "x"), "did you mean --nproc?"),
         (("--nnodes", "2", "--", "x"), "name the hosts"),
+        (("--submit=sky", "--time", "9m", "--", "x"), "--submit is for a job file"),
         (("--ship", "nowhere:/tmp/me/env", "--", "x"), "there is no folder"),
         (("--ship", ".:env", "--", "x"), "expected FOLDER:TO"),
         (("--ship", ".:/tmp/me/env", "--", "x"), "--ship needs the hosts"),

@@ -116,6 +116,20 @@ def test_any_layout_generates_and_trains_as_one_process(ranks, alone, line):
         torch.testing.assert_close(found[name], tensor, rtol=1e-7, atol=1e-10, msg=name)
 
 
+def test_a_temperature_is_that_of_the_drawn_and_of_the_trained_probabilities(ranks, alone):
+    """The gap holds the two sides together; two ranks with vocabulary and pipeline cut equal one."""
+    grpo = options(alone, temperature=0.5)
+    cold = change(change(alone, "train", grpo=grpo, steps=2), "run", name="cold")
+    ranks(train, 1, cold)
+    assert all(row["gap"] < 1e-12 for row in rows(cold, "step"))
+    assert rows(cold, "step")[0]["entropy"] < rows(alone, "step")[0]["entropy"]
+    cut = change(dataclasses.replace(cold, layout=parse("tp=2,loss_chunk=5")), "run", name="cold-cut")
+    ranks(train, 2, cut, timeout=200)
+    assert curve(cut) == pytest.approx(curve(cold), rel=1e-9, abs=1e-12)
+    capped = change(cold, "model", logit_softcap=5.0)
+    assert "logit_softcap" in dict(problems_of(capped))["train.grpo.temperature"]
+
+
 def test_a_run_resumes_bit_by_bit_between_batches(ranks, alone):
     """The request comes in the first update of a batch, and is met after its last."""
     broken = change(alone, "run", name="broken")
@@ -214,6 +228,7 @@ def test_a_reward_that_fails_is_named(place, words):
         ("grpo", {"reward": "exakt"}, "train.grpo.reward", "did you mean exact"),
         ("grpo", {"pattern": "x"}, "train.grpo.pattern", "give both, or neither"),
         ("grpo", {"reward": "regex", "pattern": "("}, "train.grpo.pattern", "no regular expression"),
+        ("grpo", {"temperature": 0.0}, "train.grpo.temperature", "must be above 0"),
         ("grpo", {"clip_high": 0.01}, "train.grpo.clip_high", "is below clip"),
         ("data", {"packing": True, "document_mask": True}, "data.packing", "one sample; nearest legal: packing=False"),
         ("data", {"corpus": "chat"}, "train.grpo.group", "is for completions"),

@@ -121,9 +121,13 @@ def examples(scale: int = 1) -> dict[str, Callable[[], Example]]:
     def tokens(rows: int, *shape: int) -> Tensor:
         return torch.randint(rows, shape)
 
+    def partly(targets: Tensor) -> Tensor:
+        targets[0], targets[1, :3] = -100, -100  # parts of the batch ignore all, some or no targets
+        return targets
+
     w = 16 * scale
     return {
-        "gpt": lambda: (GPT(32 * scale, w, 4, 2), (tokens(32, 4, 8 * scale), tokens(32, 4, 8 * scale))),
+        "gpt": lambda: (GPT(32 * scale, w, 4, 2), (tokens(32, 4, 8 * scale), partly(tokens(32, 4, 8 * scale)))),
         "mixer": lambda: (Mixer(16, w, 2), (torch.randn(4, 3, 16, 16), tokens(8, 4))),
         "conv": lambda: (ConvNet(w), (torch.randn(4, 3, 16, 16), tokens(8, 4))),
         "towers": lambda: (TwoTowers(64 * scale, w), (tokens(64, 8), tokens(64, 8), tokens(8, 8))),

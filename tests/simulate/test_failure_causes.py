@@ -164,20 +164,21 @@ HEADER = "cause,count,devices,days,found_by,detect_s,replace_s,repair_h\n"
         (HEADER, ["0 causes, where 1 to 1,000"]),
         (
             HEADER.replace("detect_s", "detects"),
-            ["'detects' is no column; did you mean detect_s", "without the column"],
+            ["'detects' is no column; did you mean detect_s"],
         ),
         (
             HEADER + "GPU,-1,0,54,crsh,1,1,1\n,1,1,1,crash,nan,inf,x\nA,1,1\n",
             [
-                "line 2: count: '-1', where a number, 0 or more",
-                "line 2: devices: '0', where a number, more than 0",
-                "line 2: found_by: 'crsh' is not known; did you mean crash",
-                "line 3: detect_s: 'nan'",
-                "line 3: replace_s: 'inf'",
-                "line 3: repair_h: 'x'",
-                "line 3: the cause has no name",
+                "line 2: found_by: expected one of crash, timeout, check, found 'crsh'; did you mean crash",
+                "line 3: detect_s: expected a number, found 'nan'",
+                "line 3: replace_s: expected a number, found 'inf'",
+                "line 3: repair_h: expected a number, found 'x'",
                 "line 4: 3 cells, where the header has 8",
             ],
+        ),
+        (
+            "cause,count,devices,days\nA,-1,0,54\n,1,1,1\n",
+            ["line 2: count must not be negative", "line 2: devices must be above 0", "line 3: the cause has no name"],
         ),
         (HEADER + "A,1,1,1,crash,1,1,1\nA,1,1,1,crash,1,1,1\n", ["line 3: 'A' is there twice"]),
     ],
@@ -213,6 +214,38 @@ def test_the_verb_reads_its_own_table(capsys, tmp_path):
     assert {each["remedy"] for each in document["remedies"]} <= {*rows}
     assert main(command) == 0
     assert "eight of ten from" in capsys.readouterr().out
+
+
+def test_a_job_has_its_causes(capsys, tmp_path):
+    job, table = tmp_path / "job.yaml", tmp_path / "mine.csv"
+    job.write_text(
+        "cluster:\n  preset: dgx-h100:2\n  failures:\n"
+        "    - {cause: 'GPU, memory', count: 40, devices: 1024, days: 30, replace_s: 600, repair_h: 24}\n"
+        "    - {cause: hang, count: 4, devices: 1024, days: 30, found_by: timeout, detect_s: 600}\n"
+        "layout: {dp_shard: 16}\n"
+    )
+    assert main(["goodput", str(job), "--print-causes"]) == 0
+    table.write_text(capsys.readouterr().out)
+    assert main(["goodput", str(job), "--json"]) == 0
+    of_job = capsys.readouterr().out
+    assert main(["goodput", "--causes", str(table), "--devices", "16", "--json"]) == 0
+    assert capsys.readouterr().out == of_job
+    assert json.loads(of_job)["causes"][1]["per_day"] == pytest.approx(4 / 30 / 64)
+
+
+def test_every_mistake_in_a_jobs_causes_is_named(capsys, tmp_path):
+    job = tmp_path / "job.yaml"
+    for rows, found in (
+        ("[{cause: a, count: x, days: 1}, {cause: b, found: 1}]", ("item 1: count: exp", "item 1: devices is missing")),
+        ("[{cause: a, count: x, days: 1}, {cause: b, found: 1}]", ("item 2: unknown key 'found'; did you mean",)),
+        ("[{cause: a, count: -1, devices: 0, days: 1}]", ("count must not", "devices must be", "--days 0: exp")),
+        ("[{cause: a, count: 1, devices: 1, days: 1}]", ("--causes beside",)),
+    ):
+        job.write_text(f"cluster: {{failures: {rows}}}")
+        options = ["--days", "0"] if "--days" in found[-1] else ["--causes", "x.csv"] if "--causes" in found[0] else []
+        assert main(["goodput", str(job), *options]) == 2
+        message = " ".join(capsys.readouterr().err.split())
+        assert all(words in message for words in found), message
 
 
 def test_a_run_says_how_long_its_restarts_and_saves_take(capsys, tmp_path):

@@ -13,7 +13,7 @@ from phalanx.axes.tensor import tensor_problems
 from phalanx.blocks.kinds import attention_models
 from phalanx.check.layout import layout_problems
 from phalanx.check.model import model_problems, size_problems, unusable_kinds
-from phalanx.config.cluster import DEVICE_TYPES, DEVICE_WORDS, Cluster
+from phalanx.config.cluster import DEVICE_TYPES, DEVICE_WORDS, Cause, Cluster
 from phalanx.config.clusters import ACCELERATORS, maker_of
 from phalanx.config.corpora import CORPORA, TOKENIZERS, number_of, vocabulary_of
 from phalanx.config.fields import constraints, get, replace
@@ -230,6 +230,17 @@ def out_of_range(config: Any, prefix: str = "") -> Iterator[Problem]:
         yield from ((f"{prefix}{path}", problem) for each in ranges if (problem := each.problem(value)))
 
 
+def cause_problems(causes: Sequence[Cause], places: Sequence[str]) -> Iterator[str]:
+    """Yields what is wrong with causes of failures; `places` say where each stands."""
+    first: dict[str, str] = {}
+    for cause, place in zip(causes, places, strict=True):
+        yield from (f"{place}: {name} {problem}" for name, problem in out_of_range(cause))
+        if not cause.cause:
+            yield f"{place}: the cause has no name"
+        elif (before := first.setdefault(cause.cause, place)) != place:
+            yield f"{place}: {cause.cause!r} is there twice (first: {before})"
+
+
 def shape_problems(model: ModelConfig) -> list[Problem]:
     """Returns the problems of a model alone."""
     return [*out_of_range(model, "model."), *unusable_kinds(model)] or [*_model(model)]
@@ -361,11 +372,14 @@ def _checkpoint(job: Job) -> Iterator[Problem]:
 
 
 def _device(cluster: Cluster) -> Iterator[Problem]:
-    """Yields that the job names GPUs of another maker than the cluster's. To torch AMD's are cuda, too."""
+    """Yields that the job names GPUs of another maker than the cluster's (to torch AMD's are cuda), and problems of
+    its failures."""
     wanted, name = cluster.device, cluster.accelerator.name
     maker = maker_of(name) if name in ACCELERATORS else ""
     if maker and wanted in DEVICE_WORDS and wanted not in (maker, DEVICE_TYPES[maker]):
         yield "cluster.device", f"is {wanted}, but cluster.accelerator is {name}; nearest legal: {maker}"
+    places = [f"item {number}" for number in range(1, len(cluster.failures) + 1)]
+    yield from (("cluster.failures", problem) for problem in cause_problems(cluster.failures, places))
 
 
 def _run(run: RunOptions) -> Iterator[Problem]:

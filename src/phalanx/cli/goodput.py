@@ -12,7 +12,7 @@ from phalanx.cli.verb import JSON, Option, Verb, Words, alone
 from phalanx.echo import echo
 from phalanx.errors import JobError
 from phalanx.simulate import causes
-from phalanx.simulate.causes import FailureSpec, GoodputByCause, Remedy, expected, read_causes, remedies
+from phalanx.simulate.causes import Cause, FailureSpec, GoodputByCause, Remedy, expected, read_causes, remedies
 from phalanx.simulate.goodput import SECONDS_PER_DAY
 from phalanx.units import aligned, finite, seconds
 
@@ -20,17 +20,21 @@ VERB = Verb(
     "goodput",
     "Predicts how much of its time a job trains when machines fail, cause by cause, and what each remedy would bring.",
     alone(
-        (),
+        ("[JOB.yaml and key=value]",),
         {
             "causes": Option(
-                "a table of causes, as CSV (default: Llama 3's, which --print-causes prints)",
+                "a table of causes, as CSV (default: the job's cluster.failures, else Llama 3's)",
                 None,
                 Path,
                 value="FILE",
             ),
-            "devices": Option("devices of the job", 16384, at_least=1),
+            "devices": Option("devices (default: the job's, else 16384)", 16384, at_least=1),
             "days": Option("days of the job", 54.0, at_least=0),
-            "devices_per_node": Option("devices that one failure takes away, and one spare machine has", 8, at_least=1),
+            "devices_per_node": Option(
+                "devices that one failure takes away, and one spare machine has (default: the job's, else 8)",
+                8,
+                at_least=1,
+            ),
             "every_minutes": Option("minutes of training between saves; 0: the best", 60.0, at_least=0),
             "checkpoint_s": Option("seconds for which a save blocks training", 30.0, at_least=0),
             "background_s": Option("seconds for which a save in the background blocks it", 3.0, at_least=0),
@@ -47,16 +51,17 @@ VERB = Verb(
             "svg": Option("write the picture of what each remedy brings", value="FILE"),
         },
         switches={"print_causes": "print the table of causes, for an own one, and exit", **DARK, **JSON},
+        more=True,
     ),
     (
         ("goodput", "16,384 devices for 54 days at Llama 3's rates"),
-        ("goodput --devices 1024 --causes mine.csv --run runs/main", "an own cluster, with measured restarts"),
+        ("goodput job.yaml --run runs/main", "a job's devices and cluster.failures, with measured restarts"),
     ),
     (
         "The table has the columns " + ", ".join(causes.COLUMNS) + ": `count` interruptions of `devices` in `days`; "
         "found_by is crash, timeout or check; detect_s seconds of training are lost until it is noticed; replace_s "
         "until another machine is there, if no spare is free (0: it takes none); repair_h hours until the failed one "
-        "is back.",
+        "is back. cluster.failures has the same as a list of mappings.",
     ),
 )
 
@@ -64,19 +69,32 @@ VERB = Verb(
 @VERB.runs
 def run(words: Words) -> None:
     options, path = words.options, words.options["causes"] or causes.LLAMA_3
-    if "print_causes" in words.switches:
-        read_causes(path)
-        echo(read_text(path).rstrip())
-        return
-    files = OutputFiles.of(words, "svg")
+    rows, of_job, table, problems = (), {}, (), list[str]()
+    try:
+        rows, of_job = _of_job(words)
+    except JobError as error:
+        problems += error.problems
+    if rows and "causes" in words.stated:
+        problems.append("--causes beside the job's cluster.failures: leave one of them out")
+    try:
+        table = rows or read_causes(path)
+    except JobError as error:
+        problems += error.problems
     if options["days"] == 0:
-        raise JobError("--days 0: expected more than 0")
+        problems.append("--days 0: expected more than 0")
+    if problems:
+        raise JobError(problems)
+    if "print_causes" in words.switches:
+        echo(causes.as_csv(rows) if rows else read_text(path).rstrip())
+        return
+    options = {**options, **{name: each for name, each in of_job.items() if name not in words.stated}}
+    files = OutputFiles.of(words, "svg")
     measured = _measured(options["run"]) if options["run"] else {}
     if both := [name for name in measured if name in words.stated]:
         raise JobError([f"--run measures --{name.replace('_', '-')}: leave one of them out" for name in both])
     options = {**options, **measured}
     spec = FailureSpec(
-        read_causes(path),
+        table,
         options["devices"],
         options["checkpoint_s"],
         options["restart_s"],
@@ -93,6 +111,20 @@ def run(words: Words) -> None:
         _document(spec, found, brought, runs, options), _text(spec, found, brought, runs, options, path), wrap=False
     )
     files.tell()
+
+
+def _of_job(words: Words) -> tuple[tuple[Cause, ...], dict[str, int]]:
+    """Returns the causes of the job that the words name, and the options that it states. Raises JobError."""
+    if not words.subjects:
+        return (), {}
+    from phalanx.check.load import load_words
+    from phalanx.config import overrides
+
+    job = load_words(overrides.parse(words.subjects)).job
+    devices = job.cluster.devices if job.layout.auto else job.layout.world
+    if not devices and "devices" not in words.stated:
+        raise JobError("the job's layout is auto and its cluster has no nodes: give --devices")
+    return job.cluster.failures, {"devices": devices, "devices_per_node": job.cluster.devices_per_node or 8}
 
 
 def _measured(path: Path) -> dict[str, float]:
@@ -146,7 +178,7 @@ def _text(
     days, total, rates = options["days"], found.total, spec.rates
     failures = math.fsum(rates) * days * SECONDS_PER_DAY
     if not failures:
-        return f"no failures in {path}: no saves needed, productive time 100%"
+        return "no failures: no saves needed, productive time 100%"
     order = sorted(range(len(rates)), key=lambda index: -found.lost[index])
     rows = [("cause", "failures", "share", "found by", "noticed in", "replaced in", "lost")]
     for each, rate, lost in ((spec.causes[index], rates[index], found.lost[index]) for index in order):

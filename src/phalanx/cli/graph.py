@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from phalanx.cli.verb import Option, Words
 from phalanx.config.cluster import Cluster
 from phalanx.errors import JobError
+from phalanx.gc import gc_paused
 from phalanx.graph.operators import OperatorGraph, read_graph
 from phalanx.graph.solve import GraphPlan, GraphTooLargeError, baselines, by_hand, read_splits, solve
 from phalanx.graph.stages import PipelinePlan, pipeline
@@ -105,7 +106,8 @@ def _graph(said: str) -> tuple[OperatorGraph, ExportedModule | None]:
         return read_graph(Path(os.path.expanduser(said))), None
     from phalanx.graph.export import export_graph, module_of
 
-    return (exported := export_graph(*module_of(said), name=said)).graph, exported
+    with gc_paused():
+        return (exported := export_graph(*module_of(said), name=said)).graph, exported
 
 
 def _meshes(said: str, cluster: Cluster, *, direct: bool, problems: list[str]) -> list[GraphMesh]:

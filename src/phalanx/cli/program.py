@@ -34,6 +34,9 @@ _OF_JOBS = (
 def parse(argv: Sequence[str], of_jobs: Mapping[str, Option]) -> Words | None:
     """Returns the words before `--`, or None after printing the help page; `of_jobs` are the options of a job's launch.
     Raises JobError with every problem."""
+    flags = dict.fromkeys(word.partition("=")[0] for word in argv if word.startswith("--"))
+    if of_job := [flag for flag in flags if flag[2:].replace("-", "_") in _OF_JOBS]:
+        raise JobError([f"{flag} is for a job file; a program is started here, or in an allocation" for flag in of_job])
     return Verb(
         "launch",
         "Starts any program as ranks: RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT as torchrun sets them.",

@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 
 from phalanx.config.calibration import Calibration
 from phalanx.config.constraints import Example, Interval
+from phalanx.config.values import FieldRow
 from phalanx.hashed import Hashed, hashed_once
 
 DeviceName = Literal["auto", "cpu", "cuda", "rocm", "xpu"]
@@ -187,6 +188,32 @@ class Sharing(Hashed):
     """Rate of memory-bound operations of one process with all cores, over that of one of `processes`."""
 
 
+@dataclass(frozen=True, repr=False)
+class Cause(FieldRow):
+    """One cause of cluster.failures: the interruptions of `devices` in `days`, and how each is overcome."""
+
+    cause: str
+    """Its name."""
+    count: Annotated[float, Interval(0)]
+    """Interruptions."""
+    devices: Annotated[float, Interval(above=0)]
+    """Devices among which they were counted."""
+    days: Annotated[float, Interval(above=0)]
+    """Days in which they were counted."""
+    found_by: Literal["crash", "timeout", "check"] = "crash"
+    """How it is noticed: ranks end; a hang runs into a timeout; only a check finds it."""
+    detect_s: Annotated[float, Interval(0)] = 60.0
+    """Seconds of training lost until it is noticed."""
+    replace_s: Annotated[float, Interval(0)] = 0.0
+    """Seconds until another machine is in place of the failed one, without a spare; 0 if it takes none."""
+    repair_h: Annotated[float, Interval(0)] = 0.0
+    """Hours for which the failed machine is away."""
+
+    @property
+    def per_device_day(self) -> float:
+        return self.count / (self.devices * self.days)
+
+
 @hashed_once
 @dataclass(frozen=True)
 class Cluster(Hashed):
@@ -218,6 +245,12 @@ class Cluster(Hashed):
     known machine it is the maker's maximum, which a run stays below."""
     carbon_g_per_kwh: Annotated[float, Interval(0), Example("57")] = 0.0
     """Carbon intensity of the electricity in g CO2-equivalent per kWh, for the emissions of a run; 0: not known."""
+    failures: Annotated[
+        tuple[Cause, ...], Example("[{cause: GPU, count: 9, devices: 1024, days: 30, replace_s: 600, repair_h: 24}]")
+    ] = ()
+    """Causes of failures, for `phalanx goodput JOB`; empty: Llama 3's. Each has a cause (its name), a count of
+    interruptions of so many devices in so many days, and may have found_by (crash, timeout or check), detect_s (60),
+    replace_s (0) and repair_h (0), as docs/guides/goodput.md says."""
     accelerator: Accelerator = field(default_factory=Accelerator)
     intra: Link = field(default_factory=Link)
     inter: Link = field(default_factory=Link)

@@ -278,7 +278,13 @@ def _entry_problems(name: str, entry: MachineEntry) -> Iterator[str]:
         for figure in ("gbs", "latency_us", "reached"):
             if not getattr(getattr(cluster, link), figure) > 0:
                 yield f"cluster.{link}.{figure} is missing"
-    for field, nothing in (("preset", ""), ("nodes", 1), ("sharing", Sharing()), ("calibration", Calibration())):
+    for field, nothing in (
+        ("preset", ""),
+        ("nodes", 1),
+        ("failures", ()),
+        ("sharing", Sharing()),
+        ("calibration", Calibration()),
+    ):
         if getattr(cluster, field) != nothing:
             yield f"cluster.{field} is not a machine's own: leave it out"
 

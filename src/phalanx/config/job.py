@@ -11,6 +11,7 @@ from phalanx.config.constraints import Example, FolderName, Interval, Matches, P
 from phalanx.config.layout import Layout
 from phalanx.config.model import ModelConfig
 from phalanx.config.precision import Fp8Scaling, Precision
+from phalanx.config.values import FieldRow
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ IGNORE = -100
 
 
 @dataclass(frozen=True, repr=False)
-class MixSource:
+class MixSource(FieldRow):
     """One source of data.mix."""
 
     path: str
@@ -63,12 +64,6 @@ class MixSource:
     """Instead of data.columns."""
     ignore_keys: tuple[str, ...] = ()
     """Instead of data.ignore_keys."""
-
-    def __repr__(self) -> str:
-        rest = {name: value for name, value in vars(self).items() if value not in (0, "", ())}
-        rest |= {name: f"[{', '.join(value)}]" for name, value in rest.items() if isinstance(value, tuple)}
-        rest |= {name: f"{value:g}" for name, value in rest.items() if isinstance(value, float)}
-        return f"{{{', '.join(f'{name}: {value}' for name, value in rest.items())}}}"
 
 
 @dataclass(frozen=True)
@@ -170,6 +165,9 @@ class GrpoOptions:
     """reward=regex: the expression whose last match, or its first group, is compared with the answer."""
     max_new_tokens: Annotated[int, Interval(1)] = 64
     """Most tokens of a completion, which also ends at an end-of-text token and at model.seq_len."""
+    temperature: Annotated[float, Interval(above=0)] = 1.0
+    """Divides the logits that completions are drawn from. The loss, its ratio and the KL divergence are of the same
+    probabilities."""
     updates: Annotated[int, Interval(1)] = 1
     """Optimizer steps per batch of completions."""
     clip: Annotated[float, Interval(above=0), Interval(below=1)] = 0.2
@@ -194,9 +192,10 @@ class GrpoOptions:
     def line(self) -> str:
         """Returns the options as `name=value`, without those that do nothing."""
         high = f",clip_high={self.clip_high:g}" if self.clip_high else ""
+        warmth = f",temperature={self.temperature:g}" if self.temperature != 1 else ""
         return (
             f"group={self.group},updates={self.updates},clip={self.clip:g}{high},beta={self.beta:g},scale={self.scale},"
-            f"average={self.average}"
+            f"average={self.average}{warmth}"
         )
 
 

@@ -56,7 +56,9 @@ def read_rows(text: str, names: str) -> list[dict[str, str]]:
     except yaml.YAMLError:
         root = None
     if not isinstance(root, yaml.SequenceNode):
-        raise ValueError(f"expected a list of mappings of {names}, found {text[:100]!r}")
+        raise ValueError(
+            f"expected a list of mappings of {names}, found {text.strip().removesuffix('...').strip()[:100]!r}"
+        )
     return [_row(node, names, f"item {number}") for number, node in enumerate(root.value, start=1)]
 
 
@@ -132,22 +134,37 @@ def _names(row: type) -> str:
 def _rows(text: str | list[str], row: type) -> tuple[Any, ...]:
     """Returns the rows of YAML text as objects of the dataclass `row`."""
     read = read_rows(text if isinstance(text, str) else str(text), _names(row))
-    return tuple(_object(fields, row, f"item {number}") for number, fields in enumerate(read, start=1))
+    wrong = list[str]()
+    found = [row_from(fields, row, f"item {number}", wrong) for number, fields in enumerate(read, start=1)]
+    if wrong:
+        raise ValueError("; ".join(wrong))
+    return tuple(found)
 
 
-def _object(given: dict[str, str], row: type, where: str) -> Any:
-    kinds, found = typing.get_type_hints(row), {}
+def row_from(given: dict[str, str], row: type, where: str, wrong: list[str]) -> Any:
+    """Returns a row from its texts; or None after adding every problem of them to `wrong`."""
+    kinds, found, before = typing.get_type_hints(row), {}, len(wrong)
     for name, text in given.items():
-        if name not in kinds:
-            raise ValueError(f"{where}: unknown key {name!r}{did_you_mean(name, kinds)} (keys: {', '.join(kinds)})")
         try:
-            found[name] = convert(text, kinds[name])
+            if name not in kinds:
+                wrong.append(f"{where}: unknown key {name!r}{did_you_mean(name, kinds)} (keys: {', '.join(kinds)})")
+            else:
+                found[name] = convert(text, kinds[name])
         except ValueError as error:
-            raise ValueError(f"{where}: {name}: {error}") from None
-    for field in dataclasses.fields(row):
-        if field.name not in found and field.default is dataclasses.MISSING:
-            raise ValueError(f"{where}: {field.name} is missing")
-    return row(**found)
+            wrong.append(f"{where}: {name}: {error}")
+    needed = [field.name for field in dataclasses.fields(row) if field.default is dataclasses.MISSING]
+    wrong.extend(f"{where}: {name} is missing" for name in needed if name not in given)
+    return row(**found) if len(wrong) == before else None
+
+
+class FieldRow:
+    """A row of a field that is a list of mappings: prints as a job file has it, without what is empty."""
+
+    def __repr__(self) -> str:
+        rest = {name: value for name, value in vars(self).items() if value not in (0, "", ())}
+        rest |= {name: f"[{', '.join(value)}]" for name, value in rest.items() if isinstance(value, tuple)}
+        rest |= {name: f"{value:g}" for name, value in rest.items() if isinstance(value, float)}
+        return f"{{{', '.join(f'{name}: {value}' for name, value in rest.items())}}}"
 
 
 def _choice(text: str, choices: tuple[Any, ...]) -> Any:

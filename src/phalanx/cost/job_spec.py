@@ -139,7 +139,8 @@ def rank_spec(job: Job, vocab: int, device: str = "") -> StepSpec:
     if device:
         job = replace(job, cluster=replace(job.cluster, device=device))
     precision = job.train.precision
-    model = replace(job.model, vocab_size=vocab)
+    divisor = job.model.logit_divisor * job.train.grpo.temperature
+    model = replace(job.model, vocab_size=vocab, logit_divisor=divisor)
     cluster = with_processes(job.cluster, job.cluster.devices_per_node or job.layout.world)
     cluster, framework = as_used_by(job.layout.world, cluster, framework_of(job))
     spec = StepSpec(

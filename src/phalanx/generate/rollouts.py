@@ -68,7 +68,7 @@ class Completion(GenerationRequest):
         self.log_probabilities: list[float] = []
 
     def choose(self, logits: Tensor) -> None:
-        likely = logits.double().log_softmax(dim=-1)
+        likely = (logits.double() / (self.sampling.temperature or 1.0)).log_softmax(dim=-1)
         token = draw(likely.exp(), self.generator) if self.sampling.temperature else int(likely.argmax())
         self.log_probabilities.append(float(likely[token]))
         self.take(token)
@@ -170,7 +170,9 @@ class Rollouts:
         for number in range(self.generator, prompts, self.generators):
             seed = derive_seed(self.job.train.seed, "rollout", done, first + number)
             own = range(number * options.group, (number + 1) * options.group)
-            wanted += self._completions(int(ids[number]), own, Sampling(options.max_new_tokens, seed=seed))
+            wanted += self._completions(
+                int(ids[number]), own, Sampling(options.max_new_tokens, options.temperature, seed=seed)
+            )
         table = self._run(wanted, rows)
         generated = time.perf_counter() - began
         tokens, drawn, begins, ends, rewards = _columns(table, self.job.model.seq_len)

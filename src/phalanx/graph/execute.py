@@ -7,6 +7,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from math import prod
 from typing import Any, cast
 
 import torch
@@ -20,9 +21,10 @@ from torch.fx.node import map_arg
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from phalanx.comm.axis import Ledger
+from phalanx.config.job import IGNORE
 from phalanx.cost.communication import Collective
 from phalanx.errors import JobError
-from phalanx.graph.export import CREATES, MEANS, RESHAPES, TYPES, ExportedModule, export_graph, module_of, plain
+from phalanx.graph.export import CREATES, RESHAPES, TYPES, ExportedModule, export_graph, is_mean, module_of, plain
 from phalanx.graph.operators import GraphOperator
 from phalanx.graph.solve import GraphPlan, result_form
 from phalanx.graph.strategies import Both, Form, path, places
@@ -131,7 +133,7 @@ class PlannedModule(nn.Module):
         args, kwargs = map_arg(taken.args, local), map_arg(taken.kwargs, local)
         parts = places(strategy.output[0], self.plan.mesh.sizes)
         shape = [size // parts.get(dimension, 1) for dimension, size in enumerate(each.shape)]
-        name = plain(node)
+        name, summed = plain(node), [axis for axis, letter in enumerate(strategy.split) if letter in each.summed]
         if name in RESHAPES:
             found = args[0].reshape(shape)
         elif name == "expand":
@@ -146,11 +148,12 @@ class PlannedModule(nn.Module):
             )
         elif name == "getitem":
             found = cast(Any, taken.target)(*args, **kwargs)[cast(int, node.args[1])]
+        elif summed and name == "cross_entropy_loss" and is_mean(taken):
+            found = self._cross_entropy(taken.target, args, kwargs, summed)
         else:
             found = _pure(taken.target)(*args, **kwargs)
-        if name in MEANS:  # the mean of a part is that much of the whole mean
-            for letter, size in zip(strategy.split, self.plan.mesh.sizes, strict=True):
-                found = found / size if letter in each.summed else found
+        if summed and is_mean(taken) and name != "cross_entropy_loss":  # that much of the whole mean
+            found = found / prod(self.plan.mesh.sizes[axis] for axis in summed)
         values[node.name] = found
         if bias in self.graph.by_name:
             whole, chosen = self.graph.by_name[bias], self.plan.chosen[bias]
@@ -160,6 +163,15 @@ class PlannedModule(nn.Module):
             )
             last = len(whole.shape) - 1 - whole.output.index(whole.terms[1][0])
             values[bias] = product + added.view(-1, *(1 for _ in range(last)))
+
+    def _cross_entropy(self, target: Any, args: Any, kwargs: Any, summed: list[int]) -> Tensor:
+        """Returns this part's sum over the number of targets that count, on all ranks along the axes `summed`."""
+        names = ("weight", "reduction", "ignore_index", "label_smoothing")
+        more = {"ignore_index": IGNORE, **dict(zip(names, args[2:], strict=False)), **kwargs, "reduction": 2}
+        total = (args[1] != more["ignore_index"]).sum().double()
+        for axis in summed:
+            dist.all_reduce(total, group=self.mesh.get_group(axis))
+        return cast(Tensor, target(*args[:2], **more)) / total
 
     def _embedding(self, each: GraphOperator, table: Tensor, ids: Tensor) -> Tensor:
         """Looks up tokens in this rank's rows; others are zero, as in Megatron's vocabulary-parallel embedding."""

@@ -51,8 +51,8 @@ CREATES = _words("arange zeros ones full scalar_tensor empty eye tril_indices li
 PARTS = _words("chunk split split_with_sizes unbind topk sort max min tensor_split ")
 """Operators of several outputs, of which getitem takes one."""
 POOLS = _words("max_pool2d avg_pool2d adaptive_avg_pool2d max_pool1d avg_pool1d adaptive_avg_pool1d ")
-MEANS = frozenset(("mean", "mse_loss", "cross_entropy_loss", "nll_loss", "l1_loss", "binary_cross_entropy_with_logits"))
-"""Operators whose sum over a part must be divided by the number of parts."""
+REDUCED = {"mse_loss": 2, "l1_loss": 2, "cross_entropy_loss": 3, "binary_cross_entropy_with_logits": 4}
+"""Losses, and where their arguments say how they are reduced."""
 
 
 @dataclass(frozen=True)
@@ -148,12 +148,6 @@ class _Reader:
         notes = [
             f"{target} is not known: its inputs and outputs stay whole on every rank ({count} ×)"
             for target, count in self.unknown.items()
-        ]
-        notes += [
-            f"{name}: where the batch is split, the mean of the parts' means; the same only if each part ignores as "
-            "many targets (ignore_index)"
-            for name in ("cross_entropy_loss", "nll_loss")
-            if any(plain(node) == name for node in self.nodes.values())
         ]
         graph = OperatorGraph(self.name, tuple(self.operators), tuple(notes))
         return ExportedModule(graph, self.program, self.nodes, self.sources, self.names)
@@ -360,8 +354,6 @@ class _Reader:
         first = letters.term(shapes[0])
         return [first, (first[0], *first[2:])], (), {"whole": frozenset(first[1])}
 
-    _nll_loss = _cross_entropy_loss
-
     def _mse_loss(self, node: Node, shapes: list[tuple[int, ...]], value: Any, letters: _Letters) -> Described | None:
         if shapes[0] != shapes[1] or value.shape:
             return None
@@ -493,6 +485,12 @@ def plain(node: Node) -> str:
     """Returns the name of an aten operator without its overload: `_softmax` is `softmax`, `add_` is `add`."""
     name = str(getattr(node.target, "_opname", getattr(node.target, "__name__", node.target)))
     return name.rstrip("_") if name not in ("_to_copy",) else name
+
+
+def is_mean(node: Node) -> bool:
+    """Returns whether an operator takes the mean, which a part's must be weighted for."""
+    name = plain(node)
+    return name == "mean" or (name in REDUCED and int(_argument(node, REDUCED[name], "reduction", 1)) == 1)
 
 
 def _argument(node: Node, place: int, name: str, default: Any) -> Any:

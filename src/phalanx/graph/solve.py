@@ -29,6 +29,8 @@ Allowed = Callable[[GraphOperator, Strategy], bool]
 Objective = Literal["seconds", "memory"]
 GAP = 1e-6
 """Relative gap to the optimum at which HiGHS stops."""
+WHOLE = 1e-6
+"""Distance from a whole number at which HiGHS takes a value for one."""
 
 
 @dataclass(frozen=True)
@@ -220,13 +222,15 @@ class _Program:
         wanted = wanted + (
             1e-7 * memory / (memory.max() or 1.0) if objective == "seconds" else 1e-7 * time / (time.max() or 1.0)
         )
-        result = milp(
-            wanted,
-            integrality=np.array(self.whole, np.int8),
-            bounds=Bounds(0, 1),
-            constraints=LinearConstraint(matrix, *np.array([[low, high] for _, low, high in rows]).T),
-            options={"mip_rel_gap": GAP},
-        )
+        whole = np.array(self.whole, np.int8)
+        given = {
+            "bounds": Bounds(0, 1),
+            "constraints": LinearConstraint(matrix, *np.array([row[1:] for row in rows]).T),
+        }
+        # Mostly the relaxed program's optimum is whole, and then it is the program's, in a quarter of the time.
+        result = milp(wanted, integrality=0 * whole, **given)
+        if result.x is not None and np.any(np.abs(result.x - np.rint(result.x))[whole == 1] > WHOLE):
+            result = milp(wanted, integrality=whole, **given, options={"mip_rel_gap": GAP})
         if result.x is None:
             return None
         picked = {

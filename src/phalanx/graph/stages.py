@@ -18,7 +18,7 @@ from phalanx.cost.communication import RankGroup, seconds
 from phalanx.errors import DoesNotFitError
 from phalanx.graph.operators import GraphOperator, OperatorGraph, source
 from phalanx.graph.solve import GraphPlan, GraphTooLargeError, solve
-from phalanx.graph.strategies import GraphMesh, compute_seconds, meshes
+from phalanx.graph.strategies import GraphMesh, compute_seconds, meshes, strategies
 from phalanx.partition.cut import cut
 
 MOST_LAYERS = 8
@@ -109,11 +109,19 @@ def pipeline(
     known: dict[object, GraphPlan | None] = {}
 
     @cache
-    def best(begin: int, end: int, size: int) -> tuple[GraphPlan, float] | None:
+    def least(name: str, size: int) -> float:
+        each, tried = graph.by_name[name], meshes(cluster, size)
+        return min(option.cost.seconds for mesh in tried for option in strategies(graph, each, mesh))
+
+    def bound(begin: int, end: int, size: int) -> float:
         fraction = size / devices * total
         # A stage with a fraction of the devices has about that fraction of the layers: others are never balanced.
         if not (fraction / 1.5 <= end - begin <= max(1.0, 1.5 * fraction)) and size != devices:
-            return None
+            return inf
+        return sum(least(same[each.name], size) for layer in layers[begin:end] for each in layer)
+
+    @cache
+    def best(begin: int, end: int, size: int) -> tuple[GraphPlan, float] | None:
         part = part_of(graph, layers[begin:end])
         found: GraphPlan | None = None
         flight = min(micro_batches, devices // size)
@@ -138,29 +146,42 @@ def pipeline(
         arrives = sum(part.by_name[name].nbytes for name in part.received) / size
         return found, 2 * seconds(cluster, "send", arrives, near)
 
-    def cost(begin: int, end: int, size: int) -> float:
-        each = best(begin, end, size)
-        return inf if each is None else each[0].cost.seconds + each[1]
-
+    # Lower bounds stand for the stages' seconds, until the best stages are none but solved ones.
     table = {
-        (begin, end, size): spent
+        (begin, end, size): bound(begin, end, size)
         for begin in range(total)
         for end in range(begin + 1, total + 1)
         for size in sizes
-        if (size == devices) == (begin == 0 and end == total) and (spent := cost(begin, end, size)) < inf
+        if (size == devices) == (begin == 0 and end == total)
     }
-    best_seconds, chosen = inf, []
-    for slowest in sorted({*table.values()}):
-        if slowest * micro_batches >= best_seconds:
+    solved = set[tuple[int, int, int]]()
+    while True:
+        chosen = _fastest(table, total, devices, micro_batches)
+        if not chosen:
+            none = DoesNotFitError(f"no stages of {total} layers take {devices} devices")
+            raise min(failures, key=lambda each: each.needed, default=none)
+        if solved >= {*chosen}:
             break
-        spent, cuts = _cheapest(table, total, devices, slowest)
-        if spent + (micro_batches - 1) * slowest < best_seconds:
-            best_seconds, chosen = spent + (micro_batches - 1) * slowest, cuts
-    if not chosen:
-        none = DoesNotFitError(f"no stages of {total} layers take {devices} devices")
-        raise min(failures, key=lambda each: each.needed, default=none)
+        for at in chosen:
+            each = best(*at)
+            table[at] = inf if each is None else each[0].cost.seconds + each[1]
+            solved.add(at)
     found = [each for cut_at in chosen if (each := best(*cut_at))]
     return PipelinePlan(tuple(plan for plan, _ in found), micro_batches, tuple(send for _, send in found))
+
+
+def _fastest(
+    table: dict[tuple[int, int, int], float], layers: int, devices: int, micro_batches: int
+) -> list[tuple[int, int, int]]:
+    """Returns the stages of the shortest step; none if there are no such stages."""
+    best_seconds, chosen = inf, list[tuple[int, int, int]]()
+    for slowest in sorted({*table.values()} - {inf}):
+        if slowest * micro_batches >= best_seconds:
+            break
+        spent, cuts = _cheapest(table, layers, devices, slowest)
+        if spent + (micro_batches - 1) * slowest < best_seconds:
+            best_seconds, chosen = spent + (micro_batches - 1) * slowest, cuts
+    return chosen
 
 
 def _cheapest(

@@ -344,7 +344,10 @@ class Objective(nn.Module):
         if stage is not None and not stage.last:
             return x
         x, shared = model.normed(x), stage is not None
-        loss = self.of_hidden(model.gathered(x).flatten(0, 1), micro.targets.flatten(), self.chunked, shared=shared)
+        hidden = model.gathered(x).flatten(0, 1)
+        if isinstance(self.compared, PolicyLoss) and self.compared.options.temperature != 1:
+            hidden = hidden / self.compared.options.temperature  # and so the logits, which are larger
+        loss = self.of_hidden(hidden, micro.targets.flatten(), self.chunked, shared=shared)
         if self.compared is None:
             loss = loss.sum()
             return loss + self._of_further(micro, x, layers[len(trunk) :], earlier, shared) if micro.further else loss

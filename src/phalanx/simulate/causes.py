@@ -22,16 +22,18 @@ from __future__ import annotations
 
 import bisect
 import csv
+import io
 import itertools
 import math
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import MISSING, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Literal
 
 from phalanx.bounded import read_text
+from phalanx.check.job import cause_problems
 from phalanx.config import values
+from phalanx.config.cluster import Cause
 from phalanx.errors import MOST_PROBLEMS, JobError
 from phalanx.nearest import did_you_mean
 from phalanx.simulate.goodput import SECONDS_PER_DAY, Goodput, at, best
@@ -45,35 +47,13 @@ CHECK_S = 600.0
 MOST_CAUSES = 1000
 
 
-@dataclass(frozen=True)
-class Cause:
-    """One row of a table of causes: the interruptions of `devices` in `days`, and how each is overcome."""
-
-    cause: str
-    count: float
-    devices: float
-    days: float
-    found_by: Literal["crash", "timeout", "check"]
-    """How it is noticed: ranks end; a hang runs into a timeout; only a check finds it."""
-    detect_s: float
-    """Seconds of training lost until it is noticed."""
-    replace_s: float
-    """Seconds until another machine is in place of the failed one, without a spare; 0 if it takes none."""
-    repair_h: float
-    """Hours for which the failed machine is away."""
-
-    @property
-    def per_device_day(self) -> float:
-        return self.count / (self.devices * self.days)
-
-
 COLUMNS = tuple(each.name for each in fields(Cause))
 WAYS = ("crash", "timeout", "check")
 
 
 def read_causes(path: Path) -> tuple[Cause, ...]:
-    """Reads a table of causes: CSV with the columns `COLUMNS`; lines that begin with # are comments. Raises JobError
-    with every problem of it."""
+    """Reads a table of causes: CSV with the columns `COLUMNS`, of which those with a default may be left out; lines
+    that begin with # are comments. Raises JobError with every problem of it."""
     try:
         lines = read_text(path).splitlines()
         numbered = [(number, line) for number, line in enumerate(lines, 1) if line.strip() and line[0] != "#"]
@@ -86,42 +66,31 @@ def read_causes(path: Path) -> tuple[Cause, ...]:
         for name in names
         if name not in COLUMNS
     ]
-    missing = [name for name in COLUMNS if name not in names]
+    problems += [f"{path}: the column {name} is there twice" for name in {*names} if names.count(name) > 1]
+    missing = [each.name for each in fields(Cause) if each.default is MISSING and each.name not in names]
     problems += [f"{path}: without the column{'s' * (len(missing) > 1)} {', '.join(missing)}"] if missing else []
     if not problems and not 0 < len(rows) - 1 <= MOST_CAUSES:
         problems.append(f"{path}: {len(rows) - 1:,} causes, where 1 to {MOST_CAUSES:,} are expected")
     if problems:
         raise JobError(problems)
-    causes = list[Cause]()
+    causes, places = list[Cause](), list[str]()
     for number, cells in rows[1:]:
         where = f"{path}, line {number}"
         if len(cells) != len(names):
             problems.append(f"{where}: {len(cells)} cells, where the header has {len(names)}")
-            continue
-        row = dict(zip(names, map(str.strip, cells), strict=True))
-        numbers, wrong = dict[str, float](), list[str]()
-        for name in (each for each in COLUMNS if each not in ("cause", "found_by")):
-            positive = name in ("devices", "days")
-            try:
-                numbers[name] = values.convert(row[name], float)
-            except ValueError:
-                numbers[name] = math.nan
-            if not (numbers[name] > 0 or (numbers[name] == 0 and not positive)) or numbers[name] == math.inf:
-                needed = "more than 0" if positive else "0 or more"
-                wrong.append(f"{where}: {name}: {row[name]!r}, where a number, {needed}, is needed")
-        if not row["cause"]:
-            wrong.append(f"{where}: the cause has no name")
-        if row["cause"] in {each.cause for each in causes}:
-            wrong.append(f"{where}: {row['cause']!r} is there twice")
-        if row["found_by"] not in WAYS:
-            known = f"{did_you_mean(row['found_by'], WAYS)} (known: {', '.join(WAYS)})"
-            wrong.append(f"{where}: found_by: {row['found_by']!r} is not known{known}")
-        if not wrong:
-            causes.append(Cause(cause=row["cause"], found_by=row["found_by"], **numbers))  # pyright: ignore[reportArgumentType]
-        problems += wrong
-    if problems:
+        elif cause := values.row_from(dict(zip(names, map(str.strip, cells), strict=True)), Cause, where, problems):
+            causes.append(cause)
+            places.append(where)
+    if problems := [*problems, *cause_problems(causes, places)]:
         raise JobError(problems[:MOST_PROBLEMS])
     return tuple(causes)
+
+
+def as_csv(causes: Sequence[Cause]) -> str:
+    """Returns a table of causes as `read_causes` reads it."""
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerows([COLUMNS, *(vars(each).values() for each in causes)])
+    return text.getvalue().rstrip()
 
 
 @dataclass(frozen=True)

@@ -125,7 +125,7 @@ def policy_problems(job: Job) -> Iterator[Problem]:
                 f"is for completions, corpus {job.data.corpus} has none; nearest legal: corpus=prompts",
             )
         return
-    yield from _reward_problems(options)
+    yield from _option_problems(options, job.model.logit_softcap)
     yield from _must_be(job, _OF_COMPLETIONS)
     if job.train.precision == "fp8":
         yield "train.precision", "generation does not multiply in 8 bits (GRPO); nearest legal: bf16"
@@ -151,7 +151,7 @@ def policy_problems(job: Job) -> Iterator[Problem]:
             )
 
 
-def _reward_problems(options: GrpoOptions) -> Iterator[Problem]:
+def _option_problems(options: GrpoOptions, softcap: float) -> Iterator[Problem]:
     if options.reward not in REWARDS and not CodePlace.form.fullmatch(options.reward):
         yield (
             "train.grpo.reward",
@@ -164,6 +164,8 @@ def _reward_problems(options: GrpoOptions) -> Iterator[Problem]:
         re.compile(options.pattern)
     except re.error as error:
         yield "train.grpo.pattern", f"{options.pattern!r} is no regular expression: {error}"
+    if options.temperature != 1 and softcap:
+        yield "train.grpo.temperature", "would divide what model.logit_softcap has bounded; nearest legal: 1"
     if options.clip_high and options.clip_high < options.clip:
         yield "train.grpo.clip_high", f"is below clip {options.clip:g}; nearest legal: clip_high={options.clip:g}, or 0"
 
