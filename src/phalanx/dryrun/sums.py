@@ -298,7 +298,8 @@ class SumProof:
     def text(self) -> str:
         if self.not_judged:
             return f"{self.layout}: not judged: {self.not_judged}"
-        lines = [f"{self.layout}: {counted(self.pairs, 'pair')} of ranks: {'FAIL' if self.findings else 'ok'}"]
+        judged = f"{counted(self.pairs, 'pair')} of ranks" if self.pairs else "micro-batches; no sums over ranks"
+        lines = [f"{self.layout}: {judged}: {'FAIL' if self.findings else 'ok'}"]
         lines += [f"  {each.line()}" for each in self.findings[:SHOWN]]
         left = len(self.findings) - SHOWN
         return "\n".join([*lines, f"  and {left} more"] if left > 0 else lines)
