@@ -150,6 +150,7 @@ BEYOND = {
     ("dp_shard=2,tp=2,ep=2,etp=1,sp=true,recompute=full", "chunks"): 0.13,
     ("dp_shard=2,tp=2,ep=4,etp=1,sp=true,recompute=mlp", "chunks"): 0.039,
     ("pp=2,schedule=gpipe,micro_batch=1", "experts"): 0.036,
+    ("dp_shard=2,tp=2,ep=4,etp=1,sp=true,recompute=mlp", "wide heads"): 0.08,
     ("recompute=mlp", "wide heads"): 0.044,
     # Gradients of the last block's second half, which are there before those of its attention.
     ("pp=4,micro_batch=1", "chosen keys"): 0.06,

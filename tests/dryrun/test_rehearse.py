@@ -17,7 +17,6 @@ import phalanx
 from covering import covering
 from phalanx.blocks.parameters import train_flops_per_step
 from phalanx.comm.calls import Recording, recorded
-from phalanx.comm.shared import SOCKETS
 from phalanx.config.job import Job, Train
 from phalanx.config.layout import Layout
 from phalanx.config.model import MLA, LoRA, ModelConfig, MoE, SparseAttention
@@ -150,17 +149,10 @@ def test_all_ranks_compute_what_the_formula_says(layout):
 MEMORY = [("llama", Layout()), ("experts", Layout(dp_shard=2, zero=3)), ("gpt", Layout(tp=2)), ("llama", Layout(pp=2))]
 
 
-def stepped_over_sockets(ranks, job: Job):
-    """Rehearsals count the buffers of sockets, which shared memory does without."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(SOCKETS, "1")
-        return stepped(ranks, job)
-
-
 @pytest.mark.parametrize(("name", "layout"), MEMORY, ids=named)
 def test_it_has_the_memory_of_a_real_one(ranks, name, layout):
     job = job_of(MODELS[name], layout)
-    found = ranks(stepped_over_sockets, layout.world, job)
+    found = ranks(stepped, layout.world, job)
     for rank in {0, layout.world - 1}:
         assert rehearse(job, rank, VOCAB, "cpu").peak == pytest.approx(found[rank], rel=0.03)
 

@@ -149,6 +149,7 @@ NAMED_BY: dict[str, tuple[str, ...]] = {
     "mla.kv_rank": ("kv_lora_rank is 0",),
     "mla.q_rank": ("q_lora_rank is 0",),
     "n_heads": ("n_kv_heads",),
+    "wide.head_dim": ("head_dim",),
     "n_layers": ("moe_layers", "layer_types"),
     "nope_every": ("query_growth.rate",),
     "sparse.top_k": ("index_topk is 0",),

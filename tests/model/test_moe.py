@@ -22,7 +22,7 @@ from phalanx.config.model import ModelConfig, MoE
 from phalanx.model import moe
 from phalanx.model import moe as under_test
 from phalanx.model.documents import Conversations
-from phalanx.model.moe import GroupedLinear, MixtureOfExperts, Routing
+from phalanx.model.moe import GroupedLinear, MixtureOfExperts, Routing, Sequences
 from phalanx.model.seeding import initialise
 from train.measured_memory import tensors_in
 
@@ -173,15 +173,15 @@ def test_nothing_depends_on_how_the_batch_is_split(model: ModelConfig):
         assert torch.equal(whole.router.bias.grad, parts.router.bias.grad)
 
 
-class _Half:
+class _Half(Sequences):
     """One of two ranks that hold halves of sequences, told what the other holds."""
 
     def __init__(self, which: int, chosen: Tensor, counts: Tensor):
-        self.chosen, self.which, self.counts = chosen, which, counts
+        self.chosen, self.which, self.summed = chosen, which, counts
 
     def sum(self, x: Tensor) -> Tensor:
-        assert x.shape == self.counts.shape
-        return self.counts
+        assert x.shape == self.summed.shape
+        return self.summed
 
     def whole(self, x: Tensor) -> Tensor:
         assert torch.equal(x, self.mine(self.chosen))

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from phalanx.axes.context import unbalanced
 from phalanx.comm.axis import Axis
 from phalanx.config.job import IGNORE, Job
 from phalanx.config.layout import Layout
@@ -149,7 +150,13 @@ def check_bytes(job: Job, vocab: int, found: list[tuple[Traffic, float]], shares
         exactly = {
             axis: {name: pytest.approx(size, 1e-13) for name, size in by.items()} for axis, by in expected.items()
         }
-        assert {axis: by for axis, by in real.items() if by} == exactly, f"rank {rank}"
+        if layout.ring > 1 and job.data.document_mask and not unbalanced(job):
+            # What ranks need of each other's documents is counted in tests/parallel/test_context.py.
+            for traffic in (real, exactly):
+                traffic["cp"].pop("send")
+        assert {axis: by for axis, by in real.items() if by} == {axis: by for axis, by in exactly.items() if by}, (
+            f"rank {rank}"
+        )
 
 
 def worst(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], floor: float) -> float:

@@ -39,7 +39,7 @@ ALONE = build(Layout(), "cpu")
 @settings(max_examples=60)
 @given(rows=st.integers(1, 9), columns=st.integers(1, 9), tp=st.integers(1, 5), embeds=st.booleans())
 def test_a_cut_parameter_is_put_together_again(rows, columns, tp, embeds):
-    name, whole = ("embed.weight", (rows, columns)) if embeds else ("attn.wo.weight", (rows, columns * tp))
+    name, whole = ("embed.weight", (rows, columns)) if embeds else ("blocks.0.attn.wo.weight", (rows, columns * tp))
     tensor = torch.rand(whole) + 1
     tensor_slices = [slice_of(name, whole, SHAPE, tp, rank) for rank in range(tp)]
     parts = [cut(tensor, each) for each in tensor_slices]

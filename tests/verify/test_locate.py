@@ -12,9 +12,9 @@ import torch
 from phalanx.config.job import Job
 from phalanx.config.model import ModelConfig, MoE
 from phalanx.config.presets import PRESETS
+from phalanx.model.transformer import Transformer
 from phalanx.parallel import expert, tensor
 from phalanx.parallel.data import Replica
-from phalanx.parallel.objective import MicroTensors
 from phalanx.parallel.zero import BucketReplica
 from phalanx.train.step import Stepper
 from phalanx.verify import cases
@@ -58,8 +58,12 @@ def _rows_without_sum(ctx, x, parallel, multiply, owner, weight):
 
 def with_positions_from_0(ranks, *args):
     """Context parallelism: every rank turns its queries and keys as if its tokens were the first ones."""
-    first = property(lambda self: torch.arange(self.tokens.shape[1]))
-    with mock.patch.object(MicroTensors, "positions", first):
+    real = Transformer.through
+
+    def through(self, layers, x, positions, *others):
+        return real(self, layers, x, torch.arange(len(positions)), *others)
+
+    with mock.patch.object(Transformer, "through", through):
         return trace_step(ranks, *args)
 
 
@@ -94,8 +98,8 @@ def with_another_slice_of_wk(ranks, *args):
     """Tensor parallelism: both ranks hold the first rows of the keys' matrix."""
     real = tensor.slice_of
 
-    def slice_of(name, *others):
-        found = real(name, *others)
+    def slice_of(name, *others, **more):
+        found = real(name, *others, **more)
         return replace(found, start=0) if name.endswith("attn.wk.weight") else found
 
     with mock.patch.object(tensor, "slice_of", slice_of):
@@ -171,7 +175,7 @@ LOOKS = {
     with_another_slice_of_wk: "its weight differs from one process's on rank 1; they are the whole's columns 0–3",
     with_the_loss_scaled_by_own_tokens: "2 × the expected values: summed twice, or not divided, over dp_replicate?",
     without_the_sum_before_the_mlp: "not summed over tp",
-    with_rows_in_another_order: "all tokens, experts 0–1 of rank 0; all tokens, experts 0–3 of rank 1",
+    with_rows_in_another_order: "tokens 0–15, experts 0–1 of rank 0; all tokens, experts 0–3 of rank 1",
 }
 
 

@@ -140,6 +140,8 @@ def unbalanced(job: Job) -> str:
         return "slices of sequences are pipelined one after the other, each cut by position; schedule=1f1b does not"
     if model.moe.capacity:
         return "experts with a capacity count whole sequences by position; model.moe.capacity=0 does not"
+    if any(ATTENTION[name].gathers for name in chosen_kinds(model, "attention")):
+        return "sparse attention chooses among keys by position; model.sparse.top_k=0 does not"
     if any(ATTENTION[kind.attention].by_heads for kind in block_kinds(model)):
         return "recurrent layers exchange whole sequences by position; model.attention=attention does not"
     return ""

@@ -210,8 +210,10 @@ class BlockBytes:
             for weight in whole
             if weight.name == f"{last}.weight" and not weight.frozen
         )
-        # The gradients of rows of experts have gone when those of the hidden units are there.
-        self.first = max(self.backward[0], self.again + (step.pass_tokens * within + matrix) * width)
+        # The gradients of rows of experts have gone when those of the hidden units are there; the input of the first
+        # matrices is not gathered again yet.
+        later = max(0, step.gathered - step.stream)
+        self.first = max(self.backward[0], self.again + (step.pass_tokens * within + matrix) * width - later)
         """Bytes inside the block whose gradients are the first, with that of the MLP's last matrix."""
         rows = model.moe.top_k if kind.block.routed else 1
         self.adding = max(self.backward[0], self.again + (step.pass_tokens * rows * hidden + matrix) * width)

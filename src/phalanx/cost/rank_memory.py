@@ -218,14 +218,13 @@ class MemoryFormulas:
     def sent_last(self, outside: Any, micro_batches: Any, layout: Layout) -> Any:
         """Returns the bytes of gradients outside of blocks that FSDP2 has sent for a micro-batch, and keeps until it
         sends those of the next one; for `outside` trained parameters."""
-        each = layout.accumulate == "sharded" and layout.pp == 1
-        return (micro_batches > 1) * (outside * (each * max(self.width, self.gradient)))
+        keeps = (micro_batches > 1) * (layout.accumulate == "sharded" and layout.pp == 1)
+        return keeps * outside * max(self.width, self.gradient)
 
     def context(self, *axes: Any) -> Any:
         """Returns the bytes outside the allocator, of the device's context and of a communicator per axis of the mesh;
         `axes` are their sizes."""
-        communicators = sum(size > 1 for size in axes)
-        return (self.profile.context_mib + communicators * self.profile.communicator_mib) * MIB
+        return (self.profile.context_mib + sum(size > 1 for size in axes) * self.profile.communicator_mib) * MIB
 
 
 def formulas_of(spec: StepSpec, profile: MemoryProfile) -> MemoryFormulas:
@@ -248,8 +247,8 @@ def state_bytes(spec: StepSpec, layers: range) -> tuple[float, float, float]:
     held = parameter_counts(model, layout, blocks, 0 in layers, model.n_layers - 1 in layers)
     formulas, data_ranks = formulas_of(spec, spec.framework.memory_profile), layout.data_ranks * layout.cp
     stashed = int(stashes(layout))  # between steps, when no micro-batch is in flight
-    found = formulas.state(shards_of(held, layout), data_ranks, layout.zero, flushes=flushes(layout), stashed=stashed)
-    return found[:3]
+    shards, flushing = shards_of(held, layout), flushes(layout)
+    return formulas.state(shards, data_ranks, layout.zero, flushes=flushing, stashed=stashed)[:3]
 
 
 def by_stage(zero: int, ranks: Any, parameter: float, gradient: float, optimizer: float) -> tuple[Any, Any, Any]:
