@@ -151,11 +151,16 @@ BEYOND = {
     ("dp_shard=2,tp=2,ep=4,etp=1,sp=true,recompute=mlp", "chunks"): 0.039,
     ("pp=2,schedule=gpipe,micro_batch=1", "experts"): 0.036,
     ("dp_shard=2,tp=2,ep=4,etp=1,sp=true,recompute=mlp", "wide heads"): 0.08,
+    ("dp_shard=2,tp=2,ep=2,etp=1,sp=true", "wide heads"): 0.058,
+    ("dp_shard=2,tp=2,ep=2,etp=1,sp=true,recompute=full", "wide heads"): 0.043,
+    ("dp_shard=2,tp=2,ep=4,etp=1,sp=true,recompute=products", "chunks"): 0.034,
     ("recompute=mlp", "wide heads"): 0.044,
     # Gradients of the last block's second half, which are there before those of its attention.
     ("pp=4,micro_batch=1", "chosen keys"): 0.06,
     ("pp=2,schedule=gpipe,micro_batch=1", "chosen keys"): 0.034,
     ("recompute=products", "chosen keys"): 0.034,
+    ("recompute=mlp", "chosen keys"): 0.032,
+    ("pp=2,schedule=pipedream_stash,micro_batch=1", "chosen keys"): 0.038,
     ("dp_shard=2,pp=2,micro_batch=1,recompute=full", "chosen keys"): 0.046,
     # Gradients of all three matrices of experts, here larger than their rows, are there before these have gone.
     ("recompute=products", "chunks"): 0.035,
