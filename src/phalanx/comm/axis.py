@@ -371,6 +371,7 @@ def _copy(every: Sequence[Taken | None], places: Sequence[Tensor]) -> None:
             taken.copy_to(place)
 
 
+@torch.no_grad()
 def _total(
     every: Sequence[Taken | None], own: Tensor, out: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
 ) -> None:

@@ -8,8 +8,8 @@ wait, too: no order of waits can block.
     head of an outbox: bell | slots of collectives | slots of messages to rank 0 | to rank 1 | …
     slot: the call's number, the offset of its bytes, and a cell for each reader
 
-Each word has one writer, and x86-64 keeps the order of stores, so no atomic instruction is needed. Who waits sleeps on
-the bell by futex(2), after some looks at the slot where there is a core for every rank.
+Each word has one writer, and x86-64 keeps the order of stores, so no atomic instruction is needed. A rank that
+waits sleeps on the bell by futex(2); where there is a core for every rank, it first looks at the slot some times.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class _InFlight(NamedTuple):
 
 
 class Taken:
-    """What a peer gives this rank in one call."""
+    """The message of a peer to this rank in one call."""
 
     def __init__(self, group: SharedGroup, source: int, slot: int, number: int, cell: int):
         self._group, self._source, self._slot, self._number, self._cell = group, source, slot, number, cell
@@ -197,8 +197,9 @@ class SharedGroup:
 
     def _check(self, source: int, ends: float) -> None:
         """Raises RuntimeError, in the words of sockets, if the peer has gone or the time is over."""
-        gone = self.outboxes[source].words[_LEFT] or select.select([self._peers[source]], [], [], 0)[0]
-        if gone:
+        ended = select.poll()  # select() takes no descriptor above 1,023
+        ended.register(self._peers[source], select.POLLIN)
+        if self.outboxes[source].words[_LEFT] or ended.poll(0):
             raise RuntimeError(f"Connection closed by peer: rank {source} of the group has ended")
         if time.monotonic() > ends:
             raise RuntimeError(f"Timed out waiting {self._timeout_s():g} s for rank {source} of the group")
@@ -214,7 +215,8 @@ class SharedGroup:
         self.mine.tensor(start, x.numel(), x.dtype).copy_(x.detach().reshape(-1))
         self.mine.words[slot + 1] = start
         self.mine.words[slot] = number
-        self.mine.ring()
+        with self._lock:  # no ring of another thread is lost
+            self.mine.ring()
 
     def _room(self, length: int, slot: int) -> int:
         """Returns the first offset at which `length` bytes are free, once the slot is free."""

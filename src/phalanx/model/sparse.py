@@ -32,7 +32,7 @@ from phalanx.model.seeding import Noise
 
 
 class IndexTensors(NamedTuple):
-    """What the indexer computes."""
+    """The indexer's output."""
 
     queries: Tensor
     """(batch, seq, index_heads, index_head_dim)."""

@@ -46,7 +46,7 @@ class Summand(NamedTuple):
 
 @dataclass
 class Factors:
-    """What a rank keeps of one matrix from step to step: views of one tensor."""
+    """The state of one matrix on a rank between steps: views of one tensor."""
 
     q: Tensor
     """(columns, rank), the same on all replicas."""

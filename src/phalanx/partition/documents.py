@@ -134,21 +134,21 @@ def imbalances(model: ModelConfig, ring: int) -> dict[str, float]:
 
 
 class DocumentCut:
-    """What the queries of one position see of the keys of every other, in layers with one window (0: none)."""
+    """The keys of every other position that the queries of one attend to, in layers with one window (0: none)."""
 
     def __init__(self, numbers: Numbers, places: Places, place: int, window: int):
         self.places, self.place, self.window = places, place, window
         self.numbers = numbers
         self.owners = np.empty(numbers.shape[1], np.int64)
         self.indices = np.empty_like(self.owners)
-        """Of each token, the position of the ring that holds it, and its index there."""
+        """The position of the ring that holds each token, and the token's index there."""
         for number, runs in enumerate(places):
             held = np.concatenate([np.arange(run.start, run.stop) for run in runs])
             self.owners[held], self.indices[held] = number, np.arange(len(held))
         cut = begins_of(numbers)
         cut[:, 1:] |= np.diff(self.owners) != 0
         self.segments = list[NDArray[np.int64]]()
-        """Of each sequence its runs of tokens of one document at one position, (runs, 3): start, stop, first key."""
+        """The runs of tokens of one document at one position, (runs, 3) a sequence: start, stop, first key."""
         for row, firsts in zip(cut, first_tokens(numbers), strict=True):
             starts = np.flatnonzero(row)
             lowest = np.maximum(firsts[starts], starts - window + 1) if window else firsts[starts]
