@@ -163,13 +163,15 @@ chaos: setup ## inject faults into real runs and write benchmarks/results/chaos.
 launchers: setup ## run one job under every launcher installed here, two nodes as root: ARGS='--only srun,mpich'
 	$(BIN)/python -m benchmarks.launchers $(ARGS)
 
-bench-peers: $(PEERS)/.installed ## make .bench-venv, with the peers that `make bench` compares with
+bench-peers: setup $(PEERS)/.installed ## compare training on two processes with every peer, also those of NANOGPT and PICOTRON: ARGS='--rounds 3'
+	$(BIN)/python -m benchmarks.sharding $(ARGS)
 
 # DeepSpeed compiles its extension when it is first used: now, not while something is measured.
-$(PEERS)/.installed: pyproject.toml constraints.txt benchmarks/peers/requirements.txt
+$(PEERS)/.installed: pyproject.toml constraints.txt benchmarks/peers/requirements.txt benchmarks/peers/parts.txt
 	$(PYTHON) -m venv $(PEERS)
 	$(PEERS)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
 		-r benchmarks/peers/requirements.txt -e .
+	$(PEERS)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r benchmarks/peers/parts.txt
 	PATH=$(CURDIR)/$(PEERS)/bin:$$PATH $(PEERS)/bin/python -m benchmarks.peers.deepspeed_extension
 	@touch $@
 

@@ -27,6 +27,7 @@ from typing import Literal
 
 import torch
 
+from benchmarks.peers import harness
 from phalanx.parallel.linear import onednn_is_faster
 
 ROOT = Path(__file__).parents[1]
@@ -59,13 +60,17 @@ class Contender:
     """Micro-batches of the job that a step processes on all ranks together."""
     python: Path = Path(sys.executable)
 
+    @property
+    def size(self) -> dict[str, int]:
+        return {"ranks": self.ranks, "batches": self.batches}
+
 
 def ours(name: str, *overrides: str, ranks: int = 2, batches: int = 2) -> Contender:
     return Contender(f"phalanx, {name}", "ours", overrides, ranks, batches)
 
 
-def peer(name: str, *words: str, batches: int = 2, own_environment: bool = False) -> Contender:
-    return Contender(name, "peer", words, 2, batches, PEERS_PYTHON if own_environment else Path(sys.executable))
+def peer(name: str, *words: str, ranks: int = 2, batches: int = 2, own_environment: bool = False) -> Contender:
+    return Contender(name, "peer", words, ranks, batches, PEERS_PYTHON if own_environment else Path(sys.executable))
 
 
 LOOP = Contender("plain loop, 1 process", "loop", ("train.global_batch=4",), 1, 1)
@@ -74,9 +79,12 @@ DDP = ours("DDP", "layout.dp_replicate=2")
 ZERO = {stage: ours(f"ZeRO-{stage}", "layout.dp_shard=2", f"layout.zero={stage}") for stage in (1, 2, 3)}
 TP = ours("TP", "layout.tp=2", batches=1)
 TP_SP = ours("TP + SP", "layout.tp=2", "layout.sp=true", batches=1)
+CP = ours("CP, Llama", "layout.cp=2", *harness.LLAMA, batches=1)
+PP = ours("PP, Llama", "layout.pp=2", "layout.micro_batch=1", "train.global_batch=4", *harness.LLAMA, batches=1)
+ZERO3_LLAMA = ours("ZeRO-3, Llama", "layout.dp_shard=2", "layout.zero=3", *harness.LLAMA)
 MKL = {
-    c.name: ours(f"{c.name.removeprefix('phalanx, ')}, MKL", *c.words, "train.cpu_linear=mkl", batches=c.batches)
-    for c in (DDP, ZERO[3], TP)
+    c.name: ours(f"{c.name.removeprefix('phalanx, ')}, MKL", *c.words, "train.cpu_linear=mkl", **c.size)
+    for c in (ONE, DDP, ZERO[3], TP, CP, PP)
 }
 """Ours with the peers' matrix library: what remains is the framework."""
 
@@ -91,8 +99,19 @@ ACCELERATE = [
 DEEPSPEED = [
     peer(f"DeepSpeed, ZeRO-{stage}", "deepspeed_peer", f"--stage={stage}", own_environment=True) for stage in (1, 2, 3)
 ]
+NANOGPT = peer("nanoGPT, 1 process", "nanogpt_peer", ranks=1, batches=1, own_environment=True)
+TORCHTITAN = peer("torchtitan's Llama, FSDP2", "torchtitan_peer", own_environment=True)
+MEGATRON = peer("Megatron-core, TP", "megatron_peer", batches=1, own_environment=True)
+PICOTRON_CP, PICOTRON_PP = (
+    peer(f"picotron's Llama, {way.upper()}", "picotron_peer", f"--way={way}", batches=1, own_environment=True)
+    for way in ("cp", "pp")
+)
 DATA_PARALLEL_PEERS = [TORCH_DDP, TORCH_FSDP2, *ACCELERATE, *DEEPSPEED]
-ALL = [LOOP, ONE, DDP, *ZERO.values(), *DATA_PARALLEL_PEERS, TP, TP_SP, TORCH_TP, TORCH_TP_SP]
+SHARDED_PEERS = [TORCH_FSDP2, ACCELERATE[1], DEEPSPEED[2]]
+ALL = [
+    *(LOOP, ONE, NANOGPT, DDP, *ZERO.values(), *DATA_PARALLEL_PEERS, ZERO3_LLAMA, TORCHTITAN),
+    *(TP, TP_SP, TORCH_TP, TORCH_TP_SP, MEGATRON, CP, PICOTRON_CP, PP, PICOTRON_PP),
+]
 if onednn_is_faster(torch.device("cpu"), torch.float32):
     ALL += MKL.values()  # otherwise ours computes on MKL anyway
 
@@ -142,7 +161,8 @@ def command(contender: Contender, steps: int, runs: Path) -> list[str]:
         options = ["--steps", str(steps), "--threads", "1"]
         return [python, "-m", "benchmarks.plain_loop", *options, str(JOB), *contender.words]
     module, *options = contender.words
-    return torchrun(f"benchmarks.peers.{module}", str(JOB), "--steps", str(steps), *options, python=python)
+    options = [str(JOB), "--steps", str(steps), *options]
+    return torchrun(f"benchmarks.peers.{module}", *options, ranks=contender.ranks, python=python)
 
 
 def torchrun(module: str, *words: str, ranks: int = 2, python: str = sys.executable) -> list[str]:

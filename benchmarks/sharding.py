@@ -1,14 +1,15 @@
-"""The cost of sharded training: every layout of two processes × one thread against the peers that pip installs.
+"""The cost of sharded training: layouts of two processes × one thread against the peers that pip or a folder gives.
 
     python -m benchmarks.sharding [--rounds 5] [--steps 40] [--only REGEX]
 
-A GPT of 10.7 million parameters (benchmarks/sharding.yaml), fp32. Data-parallel contenders process one micro-batch of 4
+A GPT of 10.7 million parameters (benchmarks/sharding.yaml), fp32; peers that have their own Llama only are compared
+with ours of the same shape. Data-parallel contenders process one micro-batch of 4
 × 256 tokens per rank, tensor-parallel ones and single processes one together. Round 0 runs every contender for its
 warm-up only: it finds those that cannot run, fills caches, and gives the processor time of the start-up, which is
 subtracted later. Then rounds are interleaved: every contender once per round, in turn. A round's figure is the median
 step after the warm-up, results are medians over rounds, and ratios are taken round by round. benchmarks/contenders.py
 describes how one run is measured. Peers compute on torch's default matrix library; ours chooses the faster one, and the
-lines "MKL" show the result without that choice.
+lines "MKL" show the result without that choice. NANOGPT and PICOTRON name the folders of their repositories.
 
 With `--only`, contenders whose name does not match are skipped, and nothing is written to benchmarks/results.
 """
@@ -20,7 +21,7 @@ import re
 import statistics
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -51,17 +52,24 @@ class Ratio:
 
 
 RATIOS = [
-    Ratio("DDP / best data-parallel peer", c.DDP, c.DATA_PARALLEL_PEERS, 1.05),
-    Ratio("ZeRO-1 / best data-parallel peer", c.ZERO[1], c.DATA_PARALLEL_PEERS, 1.05),
-    Ratio("ZeRO-3 / torch FSDP2", c.ZERO[3], [c.TORCH_FSDP2], 1.1),
-    Ratio("TP / parallelize_module", c.TP, [c.TORCH_TP], 1.4),
-    Ratio("TP / one process", c.TP, [c.ONE], 1.2),
+    Ratio("one process / nanoGPT", c.ONE, [c.NANOGPT], 2.0),
+    Ratio("DDP / best data-parallel peer", c.DDP, c.DATA_PARALLEL_PEERS, 2.0),
+    Ratio("ZeRO-3 / best peer that shards parameters", c.ZERO[3], c.SHARDED_PEERS, 2.0),
+    Ratio("ZeRO-3, Llama / torchtitan", c.ZERO3_LLAMA, [c.TORCHTITAN], 2.0),
+    Ratio("TP / best of Megatron-core and parallelize_module", c.TP, [c.MEGATRON, c.TORCH_TP], 2.2),
+    Ratio("CP / picotron", c.CP, [c.PICOTRON_CP], 1.9),
+    Ratio("PP / picotron", c.PP, [c.PICOTRON_PP], 2.0),
+    Ratio("one process on MKL / nanoGPT", c.MKL[c.ONE.name], [c.NANOGPT], 1.1),
+    Ratio("DDP on MKL / best data-parallel peer", c.MKL[c.DDP.name], c.DATA_PARALLEL_PEERS, 1.2),
+    Ratio("ZeRO-3 on MKL / best peer that shards parameters", c.MKL[c.ZERO[3].name], c.SHARDED_PEERS, 1.25),
+    Ratio("TP on MKL / best of Megatron-core and parallelize_module", c.MKL[c.TP.name], [c.MEGATRON, c.TORCH_TP], 1.5),
+    Ratio("CP on MKL / picotron", c.MKL[c.CP.name], [c.PICOTRON_CP], 1.3),
+    Ratio("PP on MKL / picotron", c.MKL[c.PP.name], [c.PICOTRON_PP], 1.15),
+    Ratio("ZeRO-1 / best data-parallel peer", c.ZERO[1], c.DATA_PARALLEL_PEERS),
     Ratio("ZeRO-2 / best data-parallel peer", c.ZERO[2], c.DATA_PARALLEL_PEERS),
     Ratio("TP + SP / parallelize_module", c.TP_SP, [c.TORCH_TP_SP]),
+    Ratio("TP / one process", c.TP, [c.ONE], 1.2),
     Ratio("one process / plain loop", c.ONE, [c.LOOP]),
-    Ratio("DDP on MKL / best data-parallel peer", c.MKL[c.DDP.name], c.DATA_PARALLEL_PEERS),
-    Ratio("ZeRO-3 on MKL / torch FSDP2", c.MKL[c.ZERO[3].name], [c.TORCH_FSDP2]),
-    Ratio("TP on MKL / parallelize_module", c.MKL[c.TP.name], [c.TORCH_TP]),
 ]
 
 
@@ -101,6 +109,8 @@ def main() -> None:
         "not_run": {contender.name: why for contender, why in not_run.items()},
         "marks": [*(judged(job, ratio, rounds) for ratio in RATIOS), *startup_marks(rounds)],
     }
+    for ratio, mark in zip(RATIOS, result["marks"], strict=False):
+        mark["processor"] = processor_ratio(ratio, result["contenders"])
     table = [*contenders_table(result, chosen), *marks_table(result["marks"])]
     if options.only:
         print("\n".join(" | ".join(row) for row in table))
@@ -169,6 +179,13 @@ def judged(job: Job, ratio: Ratio, rounds: Rounds) -> dict[str, Any]:
     return verdict | {"value": value, "by_round": values, "passed": None if ratio.mark is None else value >= ratio.mark}
 
 
+def processor_ratio(ratio: Ratio, found: Mapping[str, Any]) -> float | None:
+    """Returns the processor time per token of the thriftiest of the others relative to the contender's."""
+    used = [found[other.name]["cpu_s_per_1000_tokens"] for other in ratio.others if other.name in found]
+    own = found.get(ratio.contender.name)
+    return min(used) / own["cpu_s_per_1000_tokens"] if used and own else None
+
+
 def startup_marks(rounds: Rounds) -> list[dict[str, Any]]:
     """Returns the slowest start of ours: the median over the rounds of the layout that takes longest."""
     starts = [
@@ -201,10 +218,11 @@ def contenders_table(result: dict[str, Any], chosen: Sequence[Contender]) -> lis
 
 def marks_table(marks: Sequence[dict[str, Any]]) -> list[tuple[str, ...]]:
     words = {True: "pass", False: "FAIL", None: ""}
-    table = [("**ratio or mark**", "**median**", "**asked**", "", "", "")]
+    table = [("**ratio or mark**", "**median**", "**asked**", "", "**by CPU-s**", "")]
     for mark in marks:
         value = "not run" if mark["value"] is None else f"{mark['value']:.3f}"
-        table.append((mark["name"], value, mark["mark"] or "", words[mark["passed"]], "", ""))
+        processor = f"{mark['processor']:.3f}" if mark.get("processor") else ""
+        table.append((mark["name"], value, mark["mark"] or "", words[mark["passed"]], processor, ""))
     return table
 
 

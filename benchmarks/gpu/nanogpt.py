@@ -10,6 +10,7 @@ import importlib.util
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -39,14 +40,19 @@ class Loss(nn.Module):
         return self.model(tokens, targets.contiguous())[1]
 
 
-def make(options: argparse.Namespace) -> tuple[nn.Module, torch.optim.Optimizer]:
-    # Loaded by path: another module may be called model.
+def module() -> Any:
+    """Returns nanoGPT's module, loaded by path: another module may be called model."""
     source = importlib.util.spec_from_file_location("nanogpt_model", Path(os.environ[FOLDER]).expanduser() / "model.py")
     assert source, "missing() has looked for the file"
     assert source.loader, "a file has a loader"
     theirs = importlib.util.module_from_spec(source)
     sys.modules["nanogpt_model"] = theirs
     source.loader.exec_module(theirs)
+    return theirs
+
+
+def make(options: argparse.Namespace) -> tuple[nn.Module, torch.optim.Optimizer]:
+    theirs = module()
     shape = {"n_layer": options.layers, "n_head": options.heads, "n_embd": options.width}
     config = theirs.GPTConfig(block_size=options.seq_len, vocab_size=options.vocab, dropout=0.0, bias=True, **shape)
     model = theirs.GPT(config).to(options.device)

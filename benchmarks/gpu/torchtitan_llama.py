@@ -22,7 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from benchmarks.gpu import loop
 
@@ -120,35 +120,47 @@ def _mean_loss(logits: Tensor, targets: Tensor) -> Tensor:
     return nn.functional.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
 
 
-def make(options: argparse.Namespace) -> tuple[nn.Module, torch.optim.Optimizer]:
+def model(dim: int, layers: int, heads: int, kv_heads: int, hidden: int, vocab: int, seq_len: int) -> nn.Module:
+    """Returns torchtitan's Llama of a shape, on the meta device."""
     prepare()
-    from torchtitan.config.job_config import Compile  # pyright: ignore[reportMissingImports]
-    from torchtitan.models.llama3.infra.parallelize import apply_compile, apply_fsdp  # pyright: ignore[reportMissingImports]
     from torchtitan.models.llama3.model.args import TransformerModelArgs  # pyright: ignore[reportMissingImports]
     from torchtitan.models.llama3.model.model import Transformer  # pyright: ignore[reportMissingImports]
 
+    shape = {"dim": dim, "n_layers": layers, "n_heads": heads, "n_kv_heads": kv_heads}
+    widths = {"multiple_of": 1, "ffn_dim_multiplier": (hidden + 0.5) / int(2 * 4 * dim / 3)}
+    with torch.device("meta"):
+        made = Transformer(
+            TransformerModelArgs(**shape, **widths, vocab_size=vocab, max_seq_len=seq_len, rope_theta=500000)
+        )
+    assert made.layers["0"].feed_forward.w1.out_features == hidden
+    return made
+
+
+def shard(model: nn.Module, mesh: DeviceMesh, dtype: torch.dtype) -> None:
+    """Applies torchtitan's FSDP2 to `model` and gives it its initial weights."""
+    from torchtitan.models.llama3.infra.parallelize import apply_fsdp  # pyright: ignore[reportMissingImports]
+
+    apply_fsdp(model, mesh, param_dtype=dtype, reduce_dtype=torch.float32, pp_enabled=False)
+    model.to_empty(device=mesh.device_type)
+    with torch.no_grad():
+        model.init_weights(buffer_device=torch.device(mesh.device_type))  # pyright: ignore[reportCallIssue]
+
+
+def make(options: argparse.Namespace) -> tuple[nn.Module, torch.optim.Optimizer]:
     on_gpu = options.device == "cuda"
     store = tempfile.NamedTemporaryFile(prefix="phalanx_gpu_")  # noqa: SIM115  # as long as the process
     dist.init_process_group("nccl" if on_gpu else "gloo", init_method=f"file://{store.name}", rank=0, world_size=1)
-    shape = {"dim": options.width, "n_layers": options.layers, "n_heads": options.heads, "n_kv_heads": options.kv_heads}
-    widths = {"multiple_of": 1, "ffn_dim_multiplier": (options.hidden + 0.5) / int(2 * 4 * options.width / 3)}
-    with torch.device("meta"):
-        model = Transformer(
-            TransformerModelArgs(
-                **shape, **widths, vocab_size=options.vocab, max_seq_len=options.seq_len, rope_theta=500000
-            )
-        )
-    assert model.layers["0"].feed_forward.w1.out_features == options.hidden
+    o = options
+    llama = model(o.width, o.layers, o.heads, o.kv_heads, o.hidden, o.vocab, o.seq_len)
     if options.compile:
-        apply_compile(model, Compile(enable=True, components=["model", "loss"]))
-    half = torch.bfloat16 if on_gpu else torch.float32
+        from torchtitan.config.job_config import Compile  # pyright: ignore[reportMissingImports]
+        from torchtitan.models.llama3.infra.parallelize import apply_compile  # pyright: ignore[reportMissingImports]
+
+        apply_compile(llama, Compile(enable=True, components=["model", "loss"]))
     mesh = init_device_mesh(options.device, (1,), mesh_dim_names=("fsdp",))
-    apply_fsdp(model, mesh, param_dtype=half, reduce_dtype=torch.float32, pp_enabled=False)
-    model.to_empty(device=options.device)
-    with torch.no_grad():
-        model.init_weights(buffer_device=torch.device(options.device))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=loop.LR, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
-    return Loss(model, compiled=options.compile), optimizer
+    shard(llama, mesh, torch.bfloat16 if on_gpu else torch.float32)
+    optimizer = torch.optim.AdamW(llama.parameters(), lr=loop.LR, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+    return Loss(llama, compiled=options.compile), optimizer
 
 
 if __name__ == "__main__":

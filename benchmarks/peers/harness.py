@@ -23,6 +23,14 @@ from phalanx.config.job import Job
 from phalanx.model.seeding import initialise
 from phalanx.model.transformer import Transformer
 
+LLAMA = (
+    "model.norm=rmsnorm",
+    "model.positions=rope",
+    "model.activation=swiglu",
+    "model.tied=false",
+)
+"""Overrides that make the job's model a Llama with as many parameters in its blocks."""
+
 Step = Callable[[Tensor, Tensor], Tensor]
 """Takes an optimizer step over a batch: (tokens, targets), each (batch, seq), to the loss."""
 
@@ -35,9 +43,9 @@ def parser(description: str | None) -> argparse.ArgumentParser:
     return parser
 
 
-def load(path: Path) -> Job:
+def load(path: Path, *overrides: str) -> Job:
     """Returns the job in a file; sets the threads of this process to the job's."""
-    job = load_file(path).job
+    job = load_file(path, overrides).job
     torch.set_num_threads(job.run.threads)
     return job
 
@@ -58,6 +66,12 @@ def adamw(model: nn.Module, job: Job) -> torch.optim.AdamW:
     decay = job.optimizer.weight_decay
     groups = [{"params": members, "weight_decay": decay if wide else 0.0} for (wide, _), members in kinds.items()]
     return torch.optim.AdamW(groups, lr=job.optimizer.lr, betas=job.optimizer.betas, eps=job.optimizer.eps, fused=True)
+
+
+def require_present(missing: str) -> None:
+    """Raises RuntimeError with `missing`, why a peer cannot be measured, unless it is empty."""
+    if missing:
+        raise RuntimeError(missing)
 
 
 def require(model: nn.Module, form: type) -> None:
