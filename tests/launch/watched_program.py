@@ -43,6 +43,10 @@ def absent(axis: Axis, directory: Path) -> None:
     time.sleep(TIMEOUT_S)
 
 
+def torch_absent(axis: Axis, directory: Path) -> None:
+    time.sleep(TIMEOUT_S)
+
+
 def leaves(axis: Axis, directory: Path) -> None:
     os._exit(0)
 
@@ -74,7 +78,7 @@ def other_source(axis: Axis, directory: Path) -> None:
 FAULTS: dict[str, Callable[[Axis, Path], None]] = {
     fault.__name__: fault
     for fault in (
-        *(stopped, holds_gil, storage, absent, leaves),
+        *(stopped, holds_gil, storage, absent, torch_absent, leaves),
         *(other_shape, other_operation, other_type, other_reduction, own_call, other_source),
     )
 }
@@ -95,6 +99,8 @@ def run(argv: list[str]) -> int:
             heartbeat.enter(Phase.FORWARD_BACKWARD)
             if step == 3 and fault == "deadlock":
                 crossed(world)
+            if step == 3 and ranks.rank == 0 and fault == "torch_absent":
+                dist.all_reduce(torch.ones(2))  # as FSDP2 does, past the axis
             if step == 3 and ranks.rank == 1 and fault != "deadlock":
                 FAULTS[fault](world, directory)
                 if fault in INSTEAD:

@@ -21,7 +21,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
@@ -30,6 +30,7 @@ from typing import Any, NamedTuple
 
 from phalanx.echo import echo
 from phalanx.launch.lifeline import process_state
+from phalanx.launch.watchdog import nccl
 
 MAGIC = int.from_bytes(b"phxbeat4", "little")
 
@@ -332,7 +333,7 @@ def start(directory: Path, rank: int, world: int) -> None:
         echo(f"phalanx: rank {rank} is not watched for hangs: {error}", file=sys.stderr)
         return
     adopt(mine)
-    threading.Thread(target=_tick, args=(mine.words,), name="heartbeat", daemon=True).start()
+    threading.Thread(target=_tick, args=(mine.words, directory, rank), name="heartbeat", daemon=True).start()
 
 
 def beat() -> None:
@@ -392,9 +393,11 @@ def steps_done(number: int) -> None:
         mine.steps_done(number)
 
 
-def _tick(words: memoryview) -> None:
+def _tick(words: memoryview, directory: Path, rank: int) -> None:
     while True:
         words[TICK] = _now()
+        with suppress(Exception):  # whatever the flight recorder does, the ticks go on
+            nccl.answer(directory, rank)
         time.sleep(_TICK_S)
 
 

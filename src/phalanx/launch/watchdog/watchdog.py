@@ -24,7 +24,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -36,7 +36,7 @@ from phalanx.errors import RunError
 from phalanx.launch.lifeline import boot_id, is_mine, process_state, stack_by_py_spy
 from phalanx.launch.ranks import Ranks
 from phalanx.launch.watchdog import diagnosis as report
-from phalanx.launch.watchdog import heartbeat
+from phalanx.launch.watchdog import heartbeat, nccl
 from phalanx.launch.watchdog.diagnosis import (
     Diagnosis,
     Limits,
@@ -171,12 +171,14 @@ class Watchdog:
             return None
         if self._asked is None:
             self._asked = now
+            with suppress(OSError):
+                (self.directory / nccl.ASK).touch()
             for rank, pid in pids.items():
                 if views[rank].record is not None:  # otherwise the signal would end it: its handler is not there yet
                     with suppress(ProcessLookupError):
                         os.kill(pid, STACKS_SIGNAL)
             return None
-        answered = all(views[rank].frozen or self._stack(rank) for rank in pids)
+        answered = all(views[rank].frozen or self._answered(views[rank]) for rank in pids)
         if now - self._asked < _STACKS_S and not answered:
             return None
         return self._finding(diagnose(self.views(pids, exits)), pids)
@@ -277,11 +279,23 @@ class Watchdog:
         stacks = {rank: self._stack(rank) for rank in diagnosis.views}
         for rank, pid in pids.items():
             stacks[rank] = stacks[rank] or stack_by_py_spy(pid)
-        message = [report.headline(diagnosis, self.host, self._hosts)]
+        on_device = any(
+            call.on_device for view in diagnosis.views.values() if view.record for call in view.record.calls
+        )
+        known = nccl.evidence(self.directory, {pid: rank for rank, pid in pids.items()}, on_device=on_device)
+        if diagnosis.kind == "stuck" and known.ranks:
+            diagnosis = replace(diagnosis, kind="silent", culprits=known.ranks)
+        message = [report.headline(diagnosis, self.host, self._hosts), *known.lines]
         if diagnosis.mismatch is None:
             message += [*report.lines(diagnosis), *report.stack_excerpts(diagnosis, stacks)]
         document = {"time": round(time.time(), 3), **report.as_json(diagnosis, self.host, self._hosts, stacks)}
+        document |= known.facts
         return Finding(diagnosis, "\n".join(message), document)
+
+    def _answered(self, view: RankView) -> bool:
+        """Returns whether a rank has written its stacks, and its flight recorder if its interpreter runs."""
+        flown = view.ticks_s > report.GIL_SILENT_S or (self.directory / nccl.flight_name(view.rank)).exists()
+        return bool(self._stack(view.rank)) and flown
 
     def _stack(self, rank: int) -> str:
         try:
