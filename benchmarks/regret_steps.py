@@ -26,7 +26,7 @@ TIMEOUT_S = 60.0
 
 
 def threads(processes: int) -> int:
-    """Returns the CPU threads per process, as `phalanx train` divides the cores (train.device.threads_for; a pool sets
+    """Returns the CPU threads per process, as `phalanx train` divides the cores (launch.ranks.threads_for; a pool sets
     OMP_NUM_THREADS for its own purposes)."""
     return max(1, len(os.sched_getaffinity(0)) // processes)
 

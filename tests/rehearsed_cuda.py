@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 import torch._dynamo  # not on the GPU
+import torch.nn.attention.varlen  # its operators, which are looked up below
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode

@@ -31,6 +31,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from phalanx.launch import fork_server
+
 PRELOAD = ("torch", "torch._dynamo", "torch.distributed.tensor", "torch.distributed.fsdp")
 """What is imported before the modules of Phalanx; the latter of them when a rank makes an optimizer."""
 READ_AT_LOAD = ("PYTHON", "LC_", "LANG", "LD_", "TORCH_LOGS", "TORCH_DISTRIBUTED_DEBUG")
@@ -220,19 +222,10 @@ def _become(start: Start, descriptors: Sequence[int]) -> None:
         stream.mode = "w" if number else "r"  # type: ignore[attr-defined]
         setattr(sys, name, stream)
         setattr(sys, f"__{name}__", stream)
-    _show([sys.executable, *start.words], start.environment)
+    fork_server.show([sys.executable, *start.words], start.environment)
     end = time.monotonic() + ADOPTION_S
     while os.getppid() != start.parent and time.monotonic() < end:
         time.sleep(0.0005)
-
-
-def _show(words: Sequence[str], environment: Mapping[str, str]) -> None:
-    """Puts words and variables where `ps` and /proc look for those of this process."""
-    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
-    for first, shown in ((45, words), (47, ["=".join(each) for each in environment.items()])):
-        begin, end = int(fields[first]), int(fields[first + 1])  # arg_start, arg_end; env_start, env_end of proc(5)
-        line = b"\0".join(map(os.fsencode, shown))[: end - begin - 1]
-        ctypes.memmove(begin, line.ljust(end - begin, b"\0"), end - begin)
 
 
 def _run(start: Start) -> None:
@@ -301,7 +294,7 @@ def _main() -> None:
     else:
         ours.close()
         os.setsid()
-        _show([sys.executable, __file__], {})
+        fork_server.show([sys.executable, __file__], {})
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         _prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         if os.getppid() != parent:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import signal
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -153,12 +155,10 @@ def test_a_killed_rank_is_started_again_by_the_standby_process(
     launch: Callable[..., int], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     def progress() -> tuple[int, float] | None:
-        """Tells the launcher that step 1 is done once both ranks are ready: it starts a standby, then looks at them."""
-        if not all((tmp_path / f"rank_{rank}.json").exists() for rank in (0, 1)):
-            return None
-        (tmp_path / "go").touch()
-        return 1, 0.0
+        """Tells the launcher that step 1 is done."""
+        return (1, 0.0) if (tmp_path / "rank_1.json").exists() else None
 
+    (tmp_path / "go").touch()
     earlier = children()
     assert launch("flaky", Restarts(2, 60.0, progress, tmp_path, ("colorsys",))) == 0
     shown = capfd.readouterr()
@@ -203,12 +203,14 @@ def test_a_run_that_another_launcher_has_taken_over_is_not_taken_back(
 
 
 def test_a_request_to_stop_is_not_met_by_a_restart(launch: Callable[..., int], tmp_path: Path) -> None:
-    asked: list[int] = []
+    def ask() -> None:
+        end = time.monotonic() + 60
+        while not all((tmp_path / f"rank_{rank}.json").exists() for rank in (0, 1)) and time.monotonic() < end:
+            time.sleep(0.05)
+        os.kill(os.getpid(), signal.SIGTERM)
 
-    def progress() -> None:
-        if not asked and all((tmp_path / f"rank_{rank}.json").exists() for rank in (0, 1)):
-            asked.append(signal.SIGTERM)
-            os.kill(os.getpid(), signal.SIGTERM)
-
-    assert launch("until_stopped", Restarts(3, progress=progress, preload=("colorsys",))) == 75
+    asking = threading.Thread(target=ask)
+    asking.start()
+    assert launch("until_stopped", Restarts(3, preload=("colorsys",))) == 75
+    asking.join()
     assert len(list((tmp_path / "logs").iterdir())) == 1

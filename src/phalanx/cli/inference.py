@@ -25,7 +25,7 @@ from phalanx.echo import echo
 from phalanx.errors import JobError
 from phalanx.generate.sampling import Sampling, read_prompts
 from phalanx.generate.text import OrderedOutput
-from phalanx.launch.ranks import SINGLE, Ranks
+from phalanx.launch.ranks import SINGLE, Ranks, threads_for
 from phalanx.nearest import did_you_mean
 from phalanx.serve.bodies import ServeLimits
 from phalanx.train.run_directory import RunDirectory
@@ -393,7 +393,6 @@ def _launch(argv: Sequence[str], options: Evaluate, layout: Layout) -> int:
     from phalanx.evaluate.perplexity import scoring_job
     from phalanx.generate.load import find
     from phalanx.launch.local import launch_briefly
-    from phalanx.train.device import threads_for
 
     for path in options.runs:
         scoring_job(find(path, options.step, verify=False), _scoring(options), options.device)

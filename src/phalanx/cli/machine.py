@@ -23,7 +23,7 @@ from phalanx.config.cluster import DEVICE_WORDS, DeviceName
 from phalanx.config.clusters import default_path
 from phalanx.echo import echo
 from phalanx.errors import JobError, RunError
-from phalanx.launch.ranks import SINGLE, Ranks
+from phalanx.launch.ranks import SINGLE, Ranks, threads_for
 from phalanx.nearest import nearest
 
 if TYPE_CHECKING:
@@ -112,7 +112,6 @@ def _start_test(words: Words) -> int:
         )
     from phalanx.launch.local import launch_local
     from phalanx.launch.verdict import WATCHDOG_CODE
-    from phalanx.train.device import threads_for
 
     _make_folders(words.options)
     processes = job.layout.processes
@@ -153,7 +152,7 @@ def _self_test_options(words: Words) -> SelfTestOptions:
 def _test_rank(words: Words, ranks: Ranks, store: Store | None = None) -> int:
     from phalanx.launch.process_group import device_of
     from phalanx.machine.self_test import self_test
-    from phalanx.train.device import choose, threads_for
+    from phalanx.train.device import choose
 
     job, options = words.job, _self_test_options(words)
     if ranks.rank == 0:
@@ -308,7 +307,6 @@ def _start_bench(argv: Sequence[str], request: _Request) -> int:
     """Measures in this process, or starts processes that run the same command, each as a rank."""
     from phalanx.launch.accelerators import accelerators
     from phalanx.launch.local import launch_briefly
-    from phalanx.train.device import threads_for
 
     options, is_comm = request.words.options, request.words.command == "comm"
     processes = options["nproc_per_node"]
@@ -323,7 +321,7 @@ def _start_bench(argv: Sequence[str], request: _Request) -> int:
 
 def _bench_rank(request: _Request, ranks: Ranks, store: Store | None = None) -> int:
     from phalanx.machine.calibration import comm_report, compute_report, fields_of
-    from phalanx.train.device import choose, threads_for
+    from phalanx.train.device import choose
 
     words, options, quick = request.words, request.words.options, "quick" in request.words.switches
     device = choose(options["device"], ranks.local_rank)

@@ -22,6 +22,7 @@ from phalanx.launch.hosts import free_port, names_of, read_hosts
 from phalanx.launch.local import launch_local
 from phalanx.launch.nodes import Nodes, Terms
 from phalanx.launch.program import PORT
+from phalanx.launch.ranks import threads_for
 from phalanx.launch.start import IN_WORDS, StartRequest, ephemeral_ports, port_for, where
 from phalanx.launch.verdict import Restarts
 
@@ -111,7 +112,6 @@ def sentence(grid: ProcessGrid, place: Any, launcher: str, program: Sequence[str
 
 def run_node(settings: Mapping[str, Any], words: Sequence[str]) -> int:
     """Runs this node's ranks, and returns the exit code of the launch. The last words may say where nodes meet."""
-    from phalanx.train.device import threads_for
     from phalanx.train.run_directory import locked
 
     program, nodes, per_node = list(words), None, int(settings["per_node"])

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 
 from phalanx.check.load import LoadedJob
 from phalanx.checkpoint.manifest import job_of
-from phalanx.cli.dryrun import rehearse_first
 from phalanx.cli.rank import run_on_ranks
 from phalanx.cli.verb import Words, job_verb
 from phalanx.config.cluster import DEVICE_WORDS
@@ -24,8 +23,10 @@ from phalanx.config.job import Job
 from phalanx.echo import echo
 from phalanx.errors import JobError, PhalanxError
 from phalanx.launch.output import unblocked
-from phalanx.launch.ranks import LOG_DIR, SINGLE, Ranks
+from phalanx.launch.ranks import LOG_DIR, SINGLE, Ranks, threads_for
+from phalanx.partition.derived import gathers_parameters
 from phalanx.partition.ramp import ramp_of
+from phalanx.techniques.compiling import compiles
 from phalanx.train.learning_rate import end_of, resumed_end
 from phalanx.train.run_directory import AppendedFile, RunDirectory
 from phalanx.units import counted
@@ -36,11 +37,6 @@ if TYPE_CHECKING:
     from phalanx.launch.nodes import Nodes
 
 log = logging.getLogger(__name__)
-PRELOAD = (
-    *("phalanx.cli.train", "phalanx.train.rank", "phalanx.generate.load", "safetensors.torch"),
-    *("torch.distributed.fsdp", "torch.distributed.tensor", "torch._dynamo"),
-)
-"""The modules that a rank imports until its first step, some of them at their first use."""
 
 VERB = job_verb(
     "train",
@@ -154,6 +150,8 @@ def _start(words: Words) -> int:
         if job.train.eval_samples:
             open_split(folder, "val", job.model.seq_len, job.data)
         if "rehearse" in words.switches:
+            from phalanx.cli.dryrun import rehearse_first
+
             rehearse_first(job)
         directory.start(loaded)
         if job.layout.processes == 1 and not job.run.nnodes and loaded.origins["run.max_restarts"] == "default":
@@ -190,7 +188,6 @@ def _launch(loaded: LoadedJob, directory: RunDirectory, as_json: bool) -> int:
     from phalanx.launch.local import launch_local
     from phalanx.launch.verdict import Restarts
     from phalanx.launch.watchdog.diagnosis import Limits
-    from phalanx.train.device import threads_for
     from phalanx.train.run_directory import newest_step
 
     processes = job.layout.processes // job.run.most_nodes
@@ -217,10 +214,20 @@ def _launch(loaded: LoadedJob, directory: RunDirectory, as_json: bool) -> int:
             job.run.restart_window_s,
             lambda: newest_step(directory.metrics),
             None if nodes else directory.path,
-            PRELOAD,
+            _preload(job),
         ),
         nodes=nodes,
     )
+
+
+def _preload(job: Job) -> list[str]:
+    """Returns the modules that every rank imports until its first step, some of them at their first use."""
+    modules = ["phalanx.cli.train", "phalanx.train.rank", "safetensors.torch"]
+    if gathers_parameters(job.layout):
+        modules += ["phalanx.parallel.fsdp", "torch._dynamo"]
+    elif job.layout.recompute != "none" or compiles(job):
+        modules.append("torch._dynamo")
+    return modules
 
 
 def _nodes(loaded: LoadedJob, directory: RunDirectory) -> Nodes:

@@ -31,6 +31,7 @@ from phalanx.generate.engine import (
 )
 from phalanx.generate.sampling import Sampling
 from phalanx.generate.text import OrderedOutput
+from phalanx.model.layers import allocate
 from phalanx.model.transformer import Transformer
 from phalanx.parallel.precision import DTYPES
 from phalanx.partition.tensor_slices import slice_of
@@ -138,7 +139,7 @@ def fill(model: Transformer, manifest: Manifest, device: torch.device, tp: int =
     """Moves a model, or a rank's part of it, from meta to `device` with its checkpoint's parameters, read one at a
     time: all that `model` has of them, or the slices of tensor rank `rank` of `tp`. Raises CheckpointError if the
     checkpoint does not match."""
-    model.to_empty(device=device)
+    allocate(model, device)
     shapes = parameter_shapes(job_of(manifest).model, vocabulary_of(manifest))  # with modules for further tokens
     with Reader(manifest) as tensors:
         tensors.require(shapes)

@@ -27,7 +27,7 @@ from phalanx.generate.decoder import STOP, Decoder, follow
 from phalanx.generate.load import LoadedRun, empty_model, fill, find, find_on_ranks
 from phalanx.launch.local import launch_briefly
 from phalanx.launch.process_group import process_group
-from phalanx.launch.ranks import Ranks
+from phalanx.launch.ranks import Ranks, threads_for
 from phalanx.parallel import mesh as meshes
 from phalanx.parallel import tensor
 from phalanx.parallel.stages import Stages
@@ -42,7 +42,7 @@ def launch(argv: list[str], run: Path, step: int, tp: int, pp: int) -> int:
     Before it starts any, it raises JobError if the cut does not suit the model, and the errors of `load_run`."""
     require_cut(find(run, step, verify=False), tp, pp)  # the ranks verify it
     # Only one stage computes at a time, so its ranks share all cores, as one process would have them.
-    threads, stopped = devices.threads_for(0, tp), "while {} of {} ranks were generating."
+    threads, stopped = threads_for(0, tp), "while {} of {} ranks were generating."
     return launch_briefly(argv, processes=tp * pp, threads=threads, stopped=stopped)
 
 

@@ -23,7 +23,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from phalanx.comm.agree import on_every_rank, on_rank_zero
 from phalanx.comm.axis import Axis
@@ -257,7 +256,7 @@ class Rollouts:
         shards = {shard.name: shard for shard in replica.shards}
         for name, parameter in list(model.named_parameters()):
             value = trained[name].detach()
-            if isinstance(value, DTensor):
+            if hasattr(value, "to_local"):
                 value = _gathered(shards[name])
             if value.numel() < parameter.numel():  # the experts of one of the ranks of ep
                 value = _together(self.mesh.axis("ep"), value.flatten())

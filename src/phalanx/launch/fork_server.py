@@ -1,6 +1,6 @@
 """A server that has imported what ranks import, and forks them: a rank then starts without those seconds.
 
-A launch starts it once training runs, for restarts; a pool of ranks (pool.py) has one from the beginning.
+A launch has one for its first ranks and for restarts, a pool of ranks (pool.py) for all of its own.
 `python -m phalanx.launch.fork_server MODULE...` imports the modules and serves one request after the other on its
 standard input, a socket: four bytes with the length of the text, which descriptors may accompany, and the text:
 
@@ -30,11 +30,13 @@ from phalanx.launch.ranks import LAUNCHER_PID
 
 _PR_SET_CHILD_SUBREAPER, _PR_GET_CHILD_SUBREAPER = 36, 37  # linux/prctl.h
 _MOST_DESCRIPTORS = 8
-_IMPORT_S = 60.0
+_IMPORT_S = 300.0
 _ANSWER_S = 5.0
 _POLL_S = 0.1
 _ADOPTION_S = 5.0
 _READY = b"ready\n"
+_ROOM = 2**12
+"""Bytes for the words that `ps` shows of a rank, and for its environment, beside those of the server."""
 
 
 class ForkServer:
@@ -47,8 +49,8 @@ class ForkServer:
         with theirs:
             self._pid = os.posix_spawn(
                 sys.executable,
-                [sys.executable, "-P", "-m", __name__, *preload],
-                {**os.environ, **environment, LAUNCHER_PID: str(os.getpid())},
+                [sys.executable, "-P", "-m", __name__, *preload, " " * _ROOM],
+                {**os.environ, **environment, LAUNCHER_PID: str(os.getpid()), "ROOM": " " * _ROOM},
                 file_actions=[(os.POSIX_SPAWN_DUP2, theirs.fileno(), 0)],
                 setsid=True,  # Ctrl-C is for the launcher
             )
@@ -56,7 +58,7 @@ class ForkServer:
         self._is_ready = False
 
     def wait(self, give_up: Callable[[], bool]) -> bool:
-        """Waits until the modules are imported, for at most a minute or until `give_up` holds; returns whether they
+        """Waits until the modules are imported, for at most five minutes or until `give_up` holds; returns whether they
         are. A rank started afresh would not be there sooner."""
         end = time.monotonic() + _IMPORT_S * self._patience
         self._socket.settimeout(_POLL_S)
@@ -152,10 +154,21 @@ def _become_rank(request: dict[str, object]) -> list[str]:
             _redirect(descriptor, str(request[name]), os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.environ.clear()
     os.environ.update(environment)
+    show([sys.executable, "-P", "-m", *command], environment)
     end = time.monotonic() + _ADOPTION_S
     while os.getppid() != int(os.environ[LAUNCHER_PID]) and time.monotonic() < end:
         time.sleep(0.001)
     return command
+
+
+def show(words: Sequence[str], environment: Mapping[str, str]) -> None:
+    """Puts words and variables where `ps`, `pkill -f` and /proc look for those of this process."""
+    with open("/proc/self/stat", encoding="ascii", errors="replace") as file:
+        fields = file.read().rpartition(")")[2].split()
+    for first, shown in ((45, words), (47, ["=".join(each) for each in environment.items()])):
+        begin, end = int(fields[first]), int(fields[first + 1])  # arg_start, arg_end; env_start, env_end of proc(5)
+        line = b"\0".join(map(os.fsencode, shown))[: max(0, end - begin - 1)]
+        ctypes.memmove(begin, line.ljust(end - begin, b"\0"), end - begin)
 
 
 def _redirect(descriptor: int, path: str, flags: int) -> None:
@@ -166,7 +179,7 @@ def _redirect(descriptor: int, path: str, flags: int) -> None:
 
 def _main() -> None:
     die_with_parent(int(os.environ[LAUNCHER_PID]))
-    for module in sys.argv[1:]:
+    for module in sys.argv[1:-1]:
         importlib.import_module(module)
     gc.freeze()  # exempts the imports from garbage collection, which would copy their pages in every rank
     module, *words = _serve(socket.socket(fileno=0))
@@ -175,6 +188,7 @@ def _main() -> None:
     if function:
         getattr(importlib.import_module(name), function)(*words)
     else:
+        sys.modules.pop(name, None)  # what runs as a program is not that
         runpy.run_module(name, run_name="__main__", alter_sys=True)
 
 

@@ -332,6 +332,8 @@ class Attempts:
     def run(self, command: Sequence[str], processes: int) -> int:
         """Runs `python -m COMMAND` as this many ranks, again and again while they fail and the policy says so. Returns
         the exit code of the latest attempt."""
+        if self.restarts.preload and (processes > 1 or self.restarts.most):
+            self._standby = ForkServer(self.restarts.preload, self.logs.environment)
         while (part := self.part()) is not None:
             common = self.begin()
             variables = part.variables(processes, self.count - 1, self.policy.most)
@@ -371,8 +373,6 @@ class Attempts:
 
     def watch(self, pids: Mapping[int, int]) -> bool:
         """Polls the ranks once, process ids by rank; returns whether one of them is running."""
-        if self._standby is None and self.restarts.most and self.restarts.preload and self._step() is not None:
-            self._standby = ForkServer(self.restarts.preload, self.logs.environment)
         return self.supervisor.watch(pids)
 
     def finish(self) -> bool:

@@ -9,6 +9,7 @@ and one of them prints.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -27,6 +28,15 @@ epoch at which it was noticed}."""
 
 LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
 """Keeps all sockets of single-machine ranks on the loopback interface, overriding the user's multi-node settings."""
+
+
+def threads_for(wanted: int, processes_on_node: int) -> int:
+    """Returns the CPU threads per process: the job's number, or OMP_NUM_THREADS, or the node's usable cores divided
+    among its processes."""
+    stated = os.environ.get("OMP_NUM_THREADS", "")
+    if not wanted and stated.isdigit():
+        return max(1, int(stated))
+    return wanted or max(1, len(os.sched_getaffinity(0)) // processes_on_node)
 
 
 def thread_environment(threads: int, env: Mapping[str, str]) -> dict[str, str]:

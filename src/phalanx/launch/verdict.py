@@ -169,7 +169,8 @@ class Restarts:
     """Returns the newest step that the run has done, and when, in seconds since the epoch; None before the first."""
     directory: Path | None = None
     """The run directory, whose generation every attempt claims; None for runs without one."""
-    preload: Sequence[str] = ()  # modules that a standby process imports, so that restarted ranks need not
+    preload: Sequence[str] = ()
+    """Modules that a fork server imports once for all ranks, also restarted ones; empty: each rank for itself."""
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ from phalanx.echo import echo
 from phalanx.errors import PhalanxError, RunError
 from phalanx.launch.hosts import interface_towards, interfaces, is_this_machine
 from phalanx.launch.meeting import Meeting, await_listener, key, poll
-from phalanx.launch.ranks import LOOPBACK, Ranks
+from phalanx.launch.ranks import LOOPBACK, Ranks, threads_for
 from phalanx.machine.checks import CheckedMachine, CheckResult, error, ok, warn, within
 from phalanx.machine.network import chosen
 from phalanx.machine.storage import nearest_folder
@@ -404,7 +404,6 @@ def _group(machine: CheckedMachine, meeting: NodesMeeting, ranks: Ranks) -> Form
     from phalanx.comm import blocking
     from phalanx.comm.agree import clock_skew, disagreements
     from phalanx.train.agreement import MAX_CLOCK_SKEW_S, MAY_DIFFER_WITH_WARNING, job_facts, program_facts
-    from phalanx.train.device import threads_for
 
     if ranks.one_node:
         os.environ.update(LOOPBACK)

@@ -17,8 +17,9 @@ def main(threads: int, local_ranks: int) -> dict[str, Any]:
         import torch.distributed as dist
     except Exception as error:  # a broken installation raises anything: OSError for a library, AttributeError, ...
         return {"problem": f"torch cannot be imported: {type(error).__name__}: {str(error).splitlines()[0]}"}
+    from phalanx.launch.ranks import threads_for
     from phalanx.train.agreement import program_facts
-    from phalanx.train.device import memory_limit, reported, threads_for
+    from phalanx.train.device import memory_limit, reported
 
     torch.set_num_threads(threads_for(threads, local_ranks))
     from phalanx.launch.accelerators import accelerators

@@ -25,14 +25,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.attention.varlen import AuxRequest, varlen_attn
 
 from phalanx.blocks.attention import MOST_CAPPED_SCORES, MOST_SCORES
 from phalanx.model.documents import Documents, PackedDocuments
 
 _aten = torch.ops.aten
-_GROUPED: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in signature(varlen_attn).parameters else {}
-"""Fewer key heads than query heads: torch 2.12 and later ask for it."""
 
 
 @dataclass(frozen=True)
@@ -221,6 +218,10 @@ def bias(mask: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _cuda_forward(q: Tensor, k: Tensor, v: Tensor, seen: Seen, scale: float) -> tuple[Tensor, Tensor]:
+    from torch.nn.attention.varlen import AuxRequest, varlen_attn  # it imports torch._dynamo: a second
+
+    # Fewer key heads than query heads: torch 2.12 and later ask for it.
+    grouped: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in signature(varlen_attn).parameters else {}
     outputs, sums = [], []
     packed = [_packed(x) for x in (q, k, v)]
     whole = PackedDocuments(slice(None), _equal(q), q.shape[2])
@@ -231,7 +232,7 @@ def _cuda_forward(q: Tensor, k: Tensor, v: Tensor, seen: Seen, scale: float) -> 
             return_aux=AuxRequest(lse=True),
             scale=scale,
             window_size=(seen.window - 1 if seen.window else -1, 0 if seen.causal else -1),
-            **_GROUPED,
+            **grouped,
         )
         outputs.append(o)
         sums.append(lse)

@@ -129,6 +129,12 @@ def prepare_compiler() -> None:
         function.__dict__.pop("__dynamo_disable", None)
 
 
+def allocate(module: nn.Module, device: torch.device) -> None:
+    """Does what Module.to_empty does to a module on the meta device, without the import of sympy that torch needs there
+    for tensors like others."""
+    module._apply(lambda each: torch.empty(each.shape, dtype=each.dtype, device=device))
+
+
 Multiply = Callable[..., Tensor]
 """x weightᵀ + bias as F.linear computes it: (x, weight, bias=None)."""
 

@@ -128,7 +128,7 @@ class Transformer(nn.Module):
         kinds = block_kinds(model)
         self.rotary_sizes = [model_for(model, kind.attention).rotary_size for kind in kinds]
         """Elements of each layer's heads that rotary positions turn."""
-        self.embed = nn.Embedding(vocab, model.d_model)
+        self.embed = Embedding(vocab, model.d_model)
         # The factor has the precision of the activations, as when Gemma was trained: 55.5 in bf16, not 55.43.
         factor = model.embedding_multiplier * (model.d_model**0.5 if model.scaled_embedding else 1)
         dtypes = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -263,7 +263,15 @@ class Transformer(nn.Module):
         return soft_cap(logits, cap) if cap else logits
 
 
-class PositionEmbedding(nn.Embedding):
+class Embedding(nn.Embedding):
+    """An embedding that draws no values on the meta device, where torch would import its compiler for them."""
+
+    def reset_parameters(self) -> None:
+        if not self.weight.is_meta:
+            super().reset_parameters()
+
+
+class PositionEmbedding(Embedding):
     """Learned positions: a vector (d_model,) for each of seq_len positions."""
 
     def forward(self, input: Tensor, shape: torch.Size) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]

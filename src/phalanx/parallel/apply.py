@@ -18,7 +18,7 @@ from phalanx.config.job import Job
 from phalanx.config.precision import FP8_UNITS
 from phalanx.cost.job_spec import rank_spec
 from phalanx.errors import JobError
-from phalanx.model.layers import prepare_compiler
+from phalanx.model.layers import allocate, prepare_compiler
 from phalanx.model.seeding import initialise_part
 from phalanx.model.sparse import Indexer
 from phalanx.model.transformer import Transformer
@@ -27,7 +27,6 @@ from phalanx.parallel import context, expert, tensor
 from phalanx.parallel.compiled import compile_blocks, keep_compiled, missing
 from phalanx.parallel.compression import CompressedSum
 from phalanx.parallel.data import GradientSum, LocalModel, PartialGradients, Replica, TensorSlices, ThreadReplicas
-from phalanx.parallel.fsdp import ShardedReplica
 from phalanx.parallel.linear import (
     DeferredWeightGrads,
     ScaledProduct,
@@ -366,6 +365,8 @@ def apply_data_parallel(parts: Construction, objective: Objective) -> Replica:
     )
     shards, replicas = sums.shard.size, sums.replicate.size
     if gathers_parameters(layout):
+        from phalanx.parallel.fsdp import ShardedReplica  # a second, for those who gather
+
         replica = ShardedReplica(model, sums, mesh, layout, parts.host)
         _compress(parts, replica, sums)
         hybrid = f" × {replicas} replicas (HSDP)" if replicas > 1 else ""
@@ -376,7 +377,7 @@ def apply_data_parallel(parts: Construction, objective: Objective) -> Replica:
         copied += f", reduced as {layout.quantise_gradients} (qgZ)" if layout.quantise_gradients != "none" else ""
         parts.log("data parallel: ZeRO-3 (FSDP2) over %d ranks%s, reshard %s%s", shards, hybrid, layout.reshard, copied)
         return replica
-    objective.to_empty(device=device)
+    allocate(objective, device)
     if layout.data_parallel == "threads" and layout.dp_replicate > 1:
         if device.type != "cpu":
             raise JobError(

@@ -36,7 +36,6 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -191,8 +190,8 @@ class DeviceBudget(TorchDispatchMode):
         """By storage, whether it is the host's, and its bytes."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # what counts are the local tensors inside
+        if any(hasattr(kind, "to_local") for kind in types):
+            return NotImplemented  # of a DTensor the local tensors inside count
         result = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(result):
             if isinstance(tensor, Tensor) and tensor.device.type == "cpu":
@@ -539,8 +538,8 @@ def unpack(packed: Tensor | PackedView) -> Tensor:
 
 def _key(tensor: Tensor) -> int:
     """Returns a number that tensors with the same memory share."""
-    return 0 if isinstance(tensor, DTensor) else tensor.untyped_storage()._cdata
+    return 0 if hasattr(tensor, "to_local") else tensor.untyped_storage()._cdata
 
 
 def _bytes(tensor: Tensor) -> int:
-    return 0 if isinstance(tensor, DTensor) else tensor.untyped_storage().nbytes()
+    return 0 if hasattr(tensor, "to_local") else tensor.untyped_storage().nbytes()

@@ -24,7 +24,7 @@ from phalanx.blocks.residual import A
 from phalanx.comm.axis import Axis
 from phalanx.model.layers import MLP, Linear, Multiply, uncompiled
 from phalanx.model.moe import GroupedLinear, MixtureOfExperts
-from phalanx.model.transformer import Block, PositionEmbedding, Transformer
+from phalanx.model.transformer import Block, Embedding, PositionEmbedding, Transformer
 from phalanx.parallel.linear import DeferredWeightGrads, gradient_of_input, gradient_of_weight, linear_of
 from phalanx.partition.derived import Mode
 from phalanx.partition.tensor_slices import TensorSlice, slice_of
@@ -340,7 +340,7 @@ def look_up(tokens: Tensor, weight: Tensor, first: int) -> Tensor:
     return nn.functional.embedding(local.where(mine, 0), weight) * mine.unsqueeze(-1)
 
 
-class ParallelEmbedding(nn.Embedding):
+class ParallelEmbedding(Embedding):
     """An embedding in which every rank has some of the rows."""
 
     def __init__(self, plain: nn.Embedding, parallel: TensorParallel):

@@ -1,4 +1,4 @@
-"""The device of a rank, its number of threads, its memory, and its peak FLOP/s, the divisor of MFU."""
+"""The device of a rank, its memory, and its peak FLOP/s, the divisor of MFU."""
 
 from __future__ import annotations
 
@@ -55,15 +55,6 @@ def choose(wanted: str, local_rank: int | None) -> torch.device:
         raise RunError(f"rank {local_rank} of this node has no device: the node has {count}, one process each")
     torch.accelerator.set_device_index(local_rank)
     return torch.device(kind, local_rank)
-
-
-def threads_for(wanted: int, processes_on_node: int) -> int:
-    """Returns the CPU threads per process: the job's number, or OMP_NUM_THREADS, or the node's usable cores divided
-    among its processes."""
-    stated = os.environ.get("OMP_NUM_THREADS", "")
-    if not wanted and stated.isdigit():
-        return max(1, int(stated))
-    return wanted or max(1, len(os.sched_getaffinity(0)) // processes_on_node)
 
 
 def keep_freed_memory() -> None:

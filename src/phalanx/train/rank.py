@@ -14,7 +14,7 @@ from phalanx.comm.agree import on_rank_zero
 from phalanx.config.job import Job
 from phalanx.errors import PhalanxError
 from phalanx.launch.process_group import process_group
-from phalanx.launch.ranks import Ranks
+from phalanx.launch.ranks import Ranks, threads_for
 from phalanx.launch.watchdog import heartbeat
 from phalanx.launch.watchdog.heartbeat import Phase
 from phalanx.model.attention_blocks import ordered_kernels
@@ -49,10 +49,11 @@ def train(job: Job, ranks: Ranks, log_file: Path | None, store: Store | None = N
     """
     device, run = devices.choose(job.cluster.device, ranks.local_rank), RunDirectory.of(job).path
     trackers = Trackers(job, run, log_file and log_file.parent, log.warning)
-    torch.set_num_threads(devices.threads_for(job.run.threads, ranks.local_world or 1))
+    torch.set_num_threads(threads_for(job.run.threads, ranks.local_world or 1))
     if device.type == "cpu":
         devices.keep_freed_memory()
-    torch.use_deterministic_algorithms(job.train.deterministic)
+    if job.train.deterministic != torch.are_deterministic_algorithms_enabled():  # it imports torch's compiler
+        torch.use_deterministic_algorithms(job.train.deterministic)
     with (
         Terminal(job if ranks.rank == 0 else None) as terminal,
         logging_to(terminal, job.run.log_level, ranks.rank, log_file, job.run.all_ranks),

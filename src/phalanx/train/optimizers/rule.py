@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.utils._triton import has_triton
 
 from phalanx.config.job import Optimizer
+from phalanx.model.layers import uncompiled
 from phalanx.parallel.parameter_shards import MatrixUpdates, ParameterShard
 
 Groups = list[dict[str, Any]]
@@ -35,6 +36,9 @@ Numbers = Sequence[Any] | Tensor
 """The numbers that a formula reads. A compiled kernel gets them as one tensor, other code as a list of floats."""
 Formula = Callable[..., tuple[Tensor, ...]]
 """A function of weights, gradients, state, all (n,), and numbers that returns new weights and state."""
+
+
+uncompiled(torch.optim.Optimizer.add_param_group.__wrapped__)  # pyright: ignore[reportFunctionMemberAccess]
 
 
 class UpdateRule(torch.optim.Optimizer):

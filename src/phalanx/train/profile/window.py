@@ -26,7 +26,6 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from phalanx.comm import blocking
 from phalanx.comm.agree import gather_json, on_every_rank
@@ -441,7 +440,7 @@ def held_tensors(stepper: Stepper) -> list[LiveTensor]:
     seen: set[int] = set()
     found = []
     for part, name, tensor in _tensors(stepper):
-        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        local = getattr(tensor, "to_local", lambda own=tensor: own)()
         storage = local.untyped_storage()
         if storage.nbytes() and storage._cdata not in seen:
             seen.add(storage._cdata)
