@@ -88,6 +88,9 @@ class AttentionKind(SublayerKind):
     context-parallel ranks exchange tokens for them. None: no rank may hold a part of a sequence."""
     gathers: bool = False
     """Whether context-parallel ranks gather what keys are made of, for all heads, so that none exchange heads."""
+    counts: bool = False
+    """Whether its forward pass takes Conversations or None, too: it has a loss of its own, which does not count
+    padding."""
     cores: tuple[str, ...]
     """The names of the CoreAttention modules in its module, outside which tokens do not meet: selective recomputation
     repeats them, and context parallelism replaces them. None: no rank may hold a part of a sequence."""
@@ -424,6 +427,7 @@ ATTENTION: Registry[AttentionKind] = Registry(
             connection=Connection(writes=("wo",)),
             cores=("core",),
             gathers=True,
+            counts=True,
             needs=("mla.kv_rank", "sparse.top_k"),
             problems=sparse_problems,
             shrink=smaller_index,

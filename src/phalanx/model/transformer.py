@@ -341,7 +341,7 @@ class Block(nn.Module):
         if self.parallel:
             both = self.run_halves(self.halves, x, rotary, noise, cache, documents, conversations)
             return self.rescale(self.predict_norm(self.added(x, self.dropped(both, noise, "residual"))))
-        attended = self.attn_post_norm(self.attn(self.attn_norm(x), rotary, noise, cache, documents))
+        attended = self.attn_post_norm(self.attention(x, rotary, noise, cache, documents, conversations))
         x = self.added(x, self.dropped(attended, noise, "attn.residual"))
         widened = self.mlp_post_norm(self.feed_forward(self.mlp_norm(x), conversations))
         return self.rescale(self.predict_norm(self.added(x, self.dropped(widened, noise, "mlp.residual"))))
@@ -370,8 +370,21 @@ class Block(nn.Module):
     ) -> Tensor:
         """Returns what a parallel block adds to the residual stream `x` (batch, seq, d_model), in the same shape: the
         sum of attention and MLP, each with a norm of its own (GPT-NeoX-20B, Black et al. 2022, section 2.1)."""
-        attended = self.attn(self.attn_norm(x), rotary, noise, cache, documents)
+        attended = self.attention(x, rotary, noise, cache, documents, conversations)
         return attended + self.feed_forward(self.mlp_norm(x), conversations)
+
+    def attention(
+        self,
+        x: Tensor,
+        rotary: Tensor | None,
+        noise: Noise | None,
+        cache: KeysAndValues | None,
+        documents: Documents | None,
+        conversations: Conversations | None,
+    ) -> Tensor:
+        """Applies attention after its norm, (batch, seq, d_model) to the same shape."""
+        inputs = self.attn_norm(x), rotary, noise, cache, documents
+        return self.attn(*inputs, conversations) if self.kinds[0].counts else self.attn(*inputs)
 
     def feed_forward(self, x: Tensor, conversations: Conversations | None) -> Tensor:
         """Applies the feed-forward layer, (batch, seq, d_model) to the same shape."""
