@@ -6,8 +6,8 @@ choice depends on no layout. All heads read one vector per token, the latent wit
 multiplies the queries, its half for values the output.
 
 The choice has no gradient. The indexer learns from inputs without one: its loss is KL(p || softmax(I)), summed over
-queries but padding, where p is the mean of the heads' probabilities. In the sparse stage both are over the chosen keys, and
-everything is trained; in the dense stage over all, and the indexer alone is trained. The backward pass computes and
+queries but padding, where p is the mean of the heads' probabilities. In the sparse stage both are over the chosen keys,
+and everything is trained; in the dense stage over all, and the indexer alone is trained. The backward pass computes and
 records that loss, as it does routers' penalties (moe.py), in runs of queries.
 
 Shapes: batch, seq (queries), keys (seq, or more with a cache), heads, index_heads, size (kv_rank + rope_head_dim).
