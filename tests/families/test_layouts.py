@@ -55,6 +55,7 @@ def test_layouts_equal_one_process(ranks, tmp_path: Path, name: str):
     preset, *words = name.split()
     words = [f"model={preset}", *(f"model.{word}" for word in words)]
     selection = select(load_words(overrides.parse(words)).job, lines=CASES[name])
+    assert not selection.refused
     vocabulary = selection.compared.vocab_size
     for layout in selection.layouts:
         path = tmp_path / f"{layout.line()}.safetensors"

@@ -143,7 +143,9 @@ def test_what_of_an_indexer_is_not_read_is_said(tmp_path):
     ]
     other = script(tmp_path, f"{attention} dsv4_hybrid --dsa-indexer-topk 8")
     assert "model.sparse.top_k" not in settings(other)
-    assert {each.why: each.affects for each in other.without_counterpart if "dsa" in each.name or "variant" in each.name} == {
+    assert {
+        each.why: each.affects for each in other.without_counterpart if "dsa" in each.name or "variant" in each.name
+    } == {
         "this kind of attention is not read; that of the other arguments is predicted": True,
         "no layer has an indexer": False,
     }

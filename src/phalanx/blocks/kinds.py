@@ -414,9 +414,9 @@ def double(place: Place) -> Iterator[Operator]:
 
 def double_problems(model: ModelConfig) -> Iterator[tuple[str, str]]:
     """Yields the problems of MLPs of two widths."""
-    if model.moe.n_experts or model.feed_forward:
-        found = "experts" if model.moe.n_experts else "a list of kinds in feed_forward"
-        yield "model.double_mlp", f"is for models of dense layers, without {found}; nearest legal: false"
+    if model.feed_forward:
+        why = f"double_mlp says which layers have an MLP of twice the width, is {model.feed_forward!r}"
+        yield "model.feed_forward", f"{why}; nearest legal: empty, or double_mlp=false"
 
 
 def nothing(place: Place) -> Iterator[Operator]:
@@ -620,9 +620,8 @@ def chosen_kinds(model: ModelConfig, half: Half) -> tuple[str, ...]:
         if (model.wide.head_dim or model.shared_keys) and not model.mla.kv_rank:
             return model.heads_by_layer
         return ("latent",) if model.mla.kv_rank else ("heads",)
-    if model.double_mlp:
-        return ("dense",) * (model.n_layers - model.shared_keys) + ("double",) * model.shared_keys
-    return ("experts",) if model.moe.n_experts else ("dense",)
+    usual = ("experts",) if model.moe.n_experts else ("dense",)
+    return usual * (model.n_layers - model.shared_keys) + ("double",) * model.shared_keys if model.double_mlp else usual
 
 
 @lru_cache(maxsize=1024)

@@ -257,6 +257,8 @@ class SharedLayers:
     def read(self, source: ConfigReader, fields: Fields) -> None:
         fields["shared_keys"] = source.take("num_kv_shared_layers", int, 0)
         fields["double_mlp"] = source.take("use_double_wide_mlp", bool, False) and fields["shared_keys"] > 0
+        if fields["double_mlp"] and fields.get("moe.n_experts"):
+            source.problem("use_double_wide_mlp", "is true, supported beside experts: false")
 
     def write(self, model: ModelConfig) -> Fields:
         return {"num_kv_shared_layers": model.shared_keys, "use_double_wide_mlp": model.double_mlp}
