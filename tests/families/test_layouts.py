@@ -41,12 +41,13 @@ CASES = {
     "deepseek-v3.2": (
         *("dp_shard=2,tp=2,sp=true,ep=2,zero=3", "cp=2,tp=2,sp=true", "pp=2,schedule=zb_h1"),
         *("cp=2,pp=2,pp_slices=2,schedule=terapipe", "dp_shard=2,zero=2,recompute=products"),
+        "dp_shard=2,tp=2,sp=true,ep=4,etp=1",
     ),
     "gemma4-e2b window=2048": (
         *("dp_shard=2,tp=2,sp=true,recompute=full", "cp=2,pp=2,recompute=products", "cp=2,cp_ulysses=2,zero=2"),
         *("pp=2,tp=2,schedule=zb_h1", "pp=2,pp_slices=2,schedule=terapipe,recompute=full", "tp=4,dp_shard=2"),
     ),
-    "glm-5 sparse.dense_warmup=true": ("pp=2,tp=2,recompute=full", "cp=2,dp_shard=2"),
+    "glm-5 sparse.dense_warmup=true": ("pp=2,tp=2,recompute=full", "cp=2,tp=2,sp=true,ep=4,etp=1"),
 }
 
 

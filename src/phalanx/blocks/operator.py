@@ -77,12 +77,13 @@ class Weight(NamedTuple):
 
     def folded(self, folds: bool) -> Weight:
         """Returns the weight as tensor ranks divide it; if it `folds`, they hold whole experts, and each counts the
-        loads of its own tokens alone."""
+        loads of its own tokens alone. An indexer reads all tokens on each of them."""
         if not folds:
             return self
         if self.routed:
             return self._replace(cut="experts", unit=1)
-        return self._replace(gradient="partial") if self.gradient == "whole" else self
+        counts = self.gradient == "whole" and self.name.startswith("moe.")
+        return self._replace(gradient="partial") if counts else self
 
     def is_summed(self, sp: bool) -> bool:
         """Returns whether tensor ranks sum their gradients of this weight although each holds the whole of it."""
