@@ -95,6 +95,8 @@ COUNTERPARTS: dict[str, Counterpart] = {
     "gemma4-e2b": Counterpart(
         "gemma4_text",
         _SMALL_GEMMA4 | {"full_every": 3, "wide": {"head_dim": 24}, "shared_keys": 3, "layer_embedding": 6},
+        # Without it transformers 5.23 fails where layers share keys and have no embeddings of their own.
+        extra={"output_hidden_states": True},
     ),
     "gpt2": Counterpart("gpt2", {"n_kv_heads": 0}),
     "olmo2-32b": Counterpart("olmo2"),

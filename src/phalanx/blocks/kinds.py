@@ -132,6 +132,7 @@ NEEDS = {
     "mamba.n_heads": {"mamba": Mamba(n_heads=4, head_dim=4, groups=2, state=4, chunk=8)},
     "wide.head_dim": {"wide": WideHeads(8, 1)},
     "shared_keys": {"shared_keys": 1},
+    "double_mlp": {"shared_keys": 1, "double_mlp": True},
     "moe.n_experts": {"moe": MoE(n_experts=4)},
 }
 """Fields that switch a part of a model on, and a small value of that part."""

@@ -289,8 +289,8 @@ def unusable_kinds(model: ModelConfig) -> Iterator[tuple[str, str]]:
 def _kinds(model: ModelConfig, half: Half) -> Iterator[tuple[str, str]]:
     """Yields the problems of the kinds of one half of the blocks."""
     table, names = TABLES[half], tuple(dict.fromkeys(chosen_kinds(model, half)))
-    for name in names:
-        yield from table[name].problems(model)
+    for problems in dict.fromkeys(table[name].problems for name in names):
+        yield from problems(model)
     if not getattr(model, half):
         return  # chosen by the very fields that they need
     needed = {path for name in names for path in table[name].needs}
@@ -382,6 +382,8 @@ def _beside_latent_attention(model: ModelConfig) -> Iterator[tuple[str, str]]:
         )
     if model.sinks:
         yield "model.sinks", "latent attention has no sinks; nearest legal: sinks=false"
+    if model.shared_keys:
+        yield "model.shared_keys", "latent attention makes keys in every layer; nearest legal: shared_keys=0"
     if model.nope_every:
         yield "model.nope_every", f"latent attention needs rotary positions, is {model.nope_every}; nearest legal: 0"
     if model.rotary_fraction != 1:

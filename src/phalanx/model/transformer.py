@@ -204,7 +204,7 @@ class Transformer(nn.Module):
         documents: Documents | None = None,
         conversations: Conversations | None = None,
         embedded: Tensor | None = None,
-        beside: Beside | None = None,
+        beside: LayerTokens | None = None,
     ) -> Tensor:
         """Applies the blocks of `layers` in order to `x` (batch, seq, d_model). Routers count each of `conversations`
         for itself; by default every sequence is one. `embedded` is what a module for a further token joins to `x`, and
@@ -226,17 +226,17 @@ class Transformer(nn.Module):
             x = self.blocks[layer](x, rotary, noise, cache, documents, conversations, embedded, beside)
         return x
 
-    def beside(self, x: Tensor, tokens: Tensor) -> tuple[Tensor, Beside | None]:
+    def beside(self, x: Tensor, tokens: Tensor) -> tuple[Tensor, LayerTokens | None]:
         """Returns hidden states (batch, seq, d_model), and what layers with an embedding of their own read beside them,
         from the first block's input or from what an earlier stage sent, (batch, seq, stream_width)."""
         if not self.config.layer_embedding:
             return x, None
         if isinstance(self.layer_inputs, LayerInputs):
-            return x, Beside(tokens, self.layer_inputs(x))
+            return x, LayerTokens(tokens, self.layer_inputs(x))
         width = self.config.d_model
-        return x[..., :width], Beside(tokens, x[..., width:])
+        return x[..., :width], LayerTokens(tokens, x[..., width:])
 
-    def sent(self, x: Tensor, beside: Beside | None) -> Tensor:
+    def sent(self, x: Tensor, beside: LayerTokens | None) -> Tensor:
         """Returns what a stage sends to the next, (batch, seq, stream_width), of its output (batch, seq, d_model)."""
         return x if beside is None else torch.cat((x, beside.projected), -1)
 
@@ -288,7 +288,7 @@ class Transformer(nn.Module):
         return soft_cap(logits, cap) if cap else logits
 
 
-class Beside(NamedTuple):
+class LayerTokens(NamedTuple):
     """What layers with an embedding of their own read."""
 
     tokens: Tensor
@@ -354,7 +354,7 @@ class Block(nn.Module):
         documents: Documents | None = None,
         conversations: Conversations | None = None,
         embedded: Tensor | None = None,
-        beside: Beside | None = None,
+        beside: LayerTokens | None = None,
     ) -> Tensor:
         """Runs `compute`."""
         more = () if embedded is None else (embedded,)
@@ -375,7 +375,7 @@ class Block(nn.Module):
     ) -> Tensor:
         """Applies the block, (batch, seq, d_model) to the same shape. That of a module for a further token joins
         `embedded` (batch, seq, d_model) to `x` before, and normalises its output. `tokens` and `projected` are those of
-        `Beside`."""
+        `LayerTokens`."""
         if self.join is not None:
             x = self.join(x, embedded)
         if self.parallel:

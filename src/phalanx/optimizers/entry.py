@@ -54,9 +54,8 @@ ITERATIONS = 5
 def is_hidden_matrix(name: str, whole: Sequence[int]) -> bool:
     """Returns whether a parameter of this whole shape is a matrix inside a block, or the matrices of its experts: those
     that Muon (Jordan et al. 2024) orthogonalises; AdamW updates embeddings, the head, norms and biases."""
-    stacked = len(whole) == 3 and is_expert(name)
     inside = name.startswith("blocks.") and name.endswith(".weight") and not is_table(name)
-    return inside and (len(whole) == 2 or stacked)
+    return inside and (len(whole) == 2 or (len(whole) == 3 and is_expert(name)))
 
 
 def matrix_elements(name: str, whole: Sequence[int], shape: Sequence[int]) -> int:

@@ -269,8 +269,8 @@ class LayerEmbeddings:
     """Gemma 4 E2B and E4B: each layer has an embedding of its own, for all tokens."""
 
     def read(self, source: ConfigReader, fields: Fields) -> None:
-        name, tokens = "hidden_size_per_layer_input", source.take("vocab_size_per_layer_input", int, 262144)
-        fields["layer_embedding"] = source.take(name, int, 0 if source.names(name) else 256)
+        tokens = source.take("vocab_size_per_layer_input", int, 262144)
+        fields["layer_embedding"] = source.take("hidden_size_per_layer_input", int, 256)
         if fields["layer_embedding"] and tokens != fields["vocab_size"]:
             source.problem(
                 "vocab_size_per_layer_input", f"is {tokens:,}, supported: vocab_size {fields['vocab_size']:,}"
