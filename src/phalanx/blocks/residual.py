@@ -422,7 +422,10 @@ def layer_input(place: Place) -> Iterator[Operator]:
         *("layer out", frozen(model, (out, *norm_weights(model, "layer_input.norm", model.d_model))), tokens),
         sixteen=True,
         memory_bound=(MemoryBound("layer norm", 5 * numbers, 5 * numbers, norm_kernels(model), cheap=True),),
-        saved=(SavedTensor("layer norm", normed, "tokens", cheap=normed - model.d_model * width),),
+        saved=(
+            SavedTensor("layer norm", normed, "tokens", cheap=normed - model.d_model * width),
+            SavedTensor("layer dropout", model.d_model if model.dropout else 0, "tokens"),
+        ),
     )
 
 

@@ -233,7 +233,7 @@ def _layer_embedding(model: ModelConfig) -> Iterator[tuple[str, str]]:
         "vocab_size is above 0 (those of all layers' tables)": model.vocab_size > 0,
         "activation is swiglu or geglu": model.activation in ("swiglu", "geglu"),
         "parallel_block is false": not model.parallel_block,
-        "dropout is 0": not model.dropout,
+        "residual_multiplier is 1": model.residual_multiplier == 1,
         "mtp is 0": not model.mtp,
     }
     if wrong := [text for text, holds in needed.items() if not holds]:

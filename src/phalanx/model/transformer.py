@@ -386,7 +386,7 @@ class Block(nn.Module):
         widened = self.mlp_post_norm(self.feed_forward(self.mlp_norm(x), conversations))
         x = self.predict_norm(self.added(x, self.dropped(widened, noise, "mlp.residual")))
         if self.layer_input is not None:
-            x = x + self.layer_input(x, tokens, projected)
+            x = x + self.dropped(self.layer_input(x, tokens, projected), noise, "layer_input.residual")
         return self.rescale(x)
 
     def added(self, x: Tensor, y: Tensor) -> Tensor:
