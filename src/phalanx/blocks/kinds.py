@@ -700,8 +700,8 @@ def half_block(place: Place, kind: BlockKind, half: Half) -> tuple[Operator, ...
         exchange = "enter" if together else "both"
         before = tuple(joined(place)) if kind.predicts else ()
         place = place if kind.rotates else place._replace(model=without_positions(place.model))
-        half = _attention_half(place._replace(ep=1, window=kind.window, exchange=exchange), kind.attention)
-        return before + (tuple(map(_lending, half)) if kind.lends else half)
+        own = _attention_half(place._replace(ep=1, window=kind.window, exchange=exchange), kind.attention)
+        return before + (tuple(map(_lending, own)) if kind.lends else own)
     is_first = kind.attention == "none"
     exchange = "leave" if together else "both"
     # Feed-forward layers do not depend on which context ranks form a ring.
