@@ -14,6 +14,7 @@ import sys
 from benchmarks.report import machine, save
 from phalanx.check.load import load_words
 from phalanx.config import overrides
+from phalanx.config.layout_line import parse
 from phalanx.echo import echo
 from phalanx.verify import run as verify
 from phalanx.verify.measure import TOLERANCE
@@ -21,7 +22,8 @@ from phalanx.verify.select import select
 
 FAMILIES = (
     *("llama3.2-1b", "mistral-7b", "mixtral-8x7b", "qwen2.5-7b", "qwen3-8b", "qwen3-30b-a3b", "gemma2-27b"),
-    *("gemma3-27b", "olmo2-32b", "gpt-neox-20b", "gpt-oss-20b", "kimi-k2", "glm-4.5", "glm-5 model.sparse.top_k=0"),
+    *("gemma3-27b", "olmo2-32b", "gpt-neox-20b", "gpt-oss-20b", "kimi-k2", "glm-4.5", "glm-5", "deepseek-v3.2"),
+    *("gemma4-26b-a4b", "gemma4-e2b", "qwen3-next-80b-a3b", "llama4-scout-17b-16e"),
 )
 LAYOUTS = {
     "tp": "tp=2",
@@ -39,13 +41,20 @@ LAYOUTS = {
 """Layouts of up to 8 ranks by what they test. One that is not legal for a family is left out, with its reason."""
 
 
+_REFUSED = "not legal"
+
+
 def compare(name: str) -> dict[str, float | str]:
     """Returns the largest relative difference for each layout, or why there is none."""
     job = load_words(overrides.parse(f"model={name}".split())).job
     selection = select(job, lines=list(LAYOUTS.values()))
     report = verify.run(selection, 2, lambda case: echo(f"  {case.layout}: {case.seconds:.1f} s"), lambda _: None)
     found: dict[str, float | str] = {}
-    for kind, case in zip(LAYOUTS, report.cases, strict=True):
+    cases = {case.layout: case for case in report.cases}
+    for kind, line in LAYOUTS.items():
+        if (case := cases.get(parse(line).line())) is None:
+            found[kind] = next(f"{_REFUSED}: {why}" for why in selection.refused if why.startswith(f"layout {line!r}"))
+            continue
         differences = (case.loss_max_rel, case.grad_max_rel, case.param_max_rel)
         worst = max((each for each in differences if each is not None), default=None)
         found[kind] = case.error or "no result" if worst is None else worst
@@ -72,11 +81,13 @@ def main() -> int:
 
 
 def _bad(value: float | str) -> bool:
-    return isinstance(value, str) or value > TOLERANCE
+    return not value.startswith(_REFUSED) if isinstance(value, str) else value > TOLERANCE
 
 
 def _shown(value: float | str) -> str:
-    return "failed" if isinstance(value, str) else f"{value:.0e}"
+    if not isinstance(value, str):
+        return f"{value:.0e}"
+    return _REFUSED if value.startswith(_REFUSED) else "failed"
 
 
 if __name__ == "__main__":

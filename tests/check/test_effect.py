@@ -21,6 +21,7 @@ from phalanx.train.start import vocabulary_of as vocabulary_of_run
 ELSEWHERE = {
     "model": """
         preset from n_layers d_model n_heads n_kv_heads head_dim vocab_size seq_len window full_every
+        shared_keys layer_embedding
         window_pattern query_growth.rate attention feed_forward norm norm_place parallel_block positions activation
         bias qk_norm sinks
         attention_scale attention_softcap logit_softcap scaled_embedding tied reward embedding_multiplier v_norm

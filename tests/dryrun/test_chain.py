@@ -49,6 +49,12 @@ MODELS = {
         mla=MLA(q_rank=96, kv_rank=64, rope_head_dim=16, nope_head_dim=16, v_head_dim=32),
         sparse=SparseAttention(top_k=32, index_heads=4, index_head_dim=32),
     ),
+    "warm-up": replace(
+        LLAMA,
+        n_kv_heads=0,
+        mla=MLA(q_rank=96, kv_rank=64, rope_head_dim=16, nope_head_dim=16, v_head_dim=32),
+        sparse=SparseAttention(top_k=32, index_heads=4, index_head_dim=32, dense_warmup=True),
+    ),
     "experts": replace(LLAMA, moe=MoE(n_experts=8, top_k=2, d_ff=128, n_shared=1)),
     "adapters": replace(LLAMA, lora=LoRA(rank=8)),
     "further tokens": replace(LLAMA, mtp=1),
@@ -64,6 +70,16 @@ MODELS = {
         norm_place="both",
         layer_scale=True,
         moe=MoE(n_experts=8, top_k=2, d_ff=64, n_shared=2, own_norms=True),
+    ),
+    "shared keys": replace(
+        LLAMA,
+        shared_keys=1,
+        double_mlp=True,
+        layer_embedding=32,
+        qk_norm="head",
+        v_norm=True,
+        norm_place="both",
+        activation="geglu",
     ),
     "chunks": replace(
         LLAMA,
@@ -162,6 +178,14 @@ BEYOND = {
     ("recompute=mlp", "chosen keys"): 0.032,
     ("pp=2,schedule=pipedream_stash,micro_batch=1", "chosen keys"): 0.038,
     ("dp_shard=2,pp=2,micro_batch=1,recompute=full", "chosen keys"): 0.046,
+    # Not explained yet: hardly any weight has a gradient.
+    ("dp_shard=2,accumulate=sharded,micro_batch=1", "warm-up"): 0.043,
+    ("pp=2,schedule=zb_h1,micro_batch=1", "warm-up"): 0.055,
+    # Not explained yet: 2 % are there without shared keys, and a wide MLP in the last block adds as much.
+    ("recompute=full", "shared keys"): 0.038,
+    ("tiles=2,recompute=full,loss_chunk=64", "shared keys"): 0.038,
+    ("dp_shard=2,recompute=full", "shared keys"): 0.053,
+    ("tp=2,sp=true,recompute=full", "shared keys"): 0.05,
     # Gradients of all three matrices of experts, here larger than their rows, are there before these have gone.
     ("recompute=products", "chunks"): 0.035,
     ("recompute=mlp", "chunks"): 0.043,
@@ -239,5 +263,6 @@ def test_what_is_predicted_is_what_the_program_does(name, layout):
             assert rank_traffic(job, spec) == found.traffic_bytes
         flops += sum(found.flops.values()) * layout.world / layout.pp
     if has_predicted_flops(name, layout):
-        formula = hardware_flops_per_step if layout.recompute == "mlp" or name == "chosen keys" else None
+        chosen = name in ("chosen keys", "warm-up")
+        formula = hardware_flops_per_step if layout.recompute == "mlp" or chosen else None
         assert flops == (formula(model, layout, sequences) if formula else train_flops_per_step(model, sequences))

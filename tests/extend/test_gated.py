@@ -245,7 +245,7 @@ def test_names_and_fields_of_kinds_are_checked():
     def found(**fields: Any) -> list[tuple[str, str]]:
         return problems_of(Job(model=replace(LLAMA, **fields)))
 
-    known = "heads, wide_heads, latent, sparse, gated_heads, delta, mamba, none, gated"
+    known = "heads, wide_heads, shared_heads, shared_wide_heads, latent, sparse, gated_heads, delta, mamba, none, gated"
     assert found(attention="gatd") == [
         ("model.attention", f"no attention 'gatd'; did you mean gated? (known: {known})")
     ]

@@ -92,6 +92,12 @@ COUNTERPARTS: dict[str, Counterpart] = {
     "gemma4-26b-a4b": Counterpart(
         "gemma4_text", _SMALL_GEMMA4 | {"moe": {"n_experts": 8, "top_k": 3, "d_ff": 12, "n_shared": 4}}
     ),
+    "gemma4-e2b": Counterpart(
+        "gemma4_text",
+        _SMALL_GEMMA4 | {"full_every": 3, "wide": {"head_dim": 24}, "shared_keys": 3, "layer_embedding": 6},
+        # Without it transformers 5.23 fails where layers share keys and have no embeddings of their own.
+        extra={"output_hidden_states": True},
+    ),
     "gpt2": Counterpart("gpt2", {"n_kv_heads": 0}),
     "olmo2-32b": Counterpart("olmo2"),
     "olmo3-32b": Counterpart("olmo3", {"window": 7, "rope_scaling": {"original_seq_len": 64}}),

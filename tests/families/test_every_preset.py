@@ -41,6 +41,7 @@ def test_predictions_are_sane(name: str):
     # A token multiplies by every weight that it visits, but by no table of embeddings and no norm or bias.
     matrices = count_active(model) - (0 if model.tied else model.vocab_size * model.d_model)
     matrices -= model.seq_len * model.d_model if model.positions == "learned" else 0
+    matrices -= model.n_layers * model.vocab_size * model.layer_embedding
     without_attention = 6 * matrices * SEQUENCES * model.seq_len
     assert 0.98 * without_attention <= prediction.model_flops <= 2.7 * without_attention
     # Parameters and gradients in bf16, and AdamW's two moments and master copy, of a sixteenth of the model.

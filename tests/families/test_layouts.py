@@ -31,18 +31,23 @@ CASES = {
     "qwen3-next-80b-a3b": ("dp_shard=2,tp=2,sp=true,ep=2,zero=3", "cp=2,pp=2", "cp=4,cp_ulysses=2,tp=2"),
     "granite3-8b": ("dp_shard=2,tp=2,sp=true", "pp=2,cp=2,recompute=full"),
     "kimi-k2": ("cp=2,tp=2,sp=true",),
-    "llama4-maverick-17b-128e window=2048": (
+    "llama4-maverick-17b-128e window=2048 moe.aux_loss=0": (
         *("dp_shard=2,tp=2,sp=true,ep=2,zero=3", "cp=2,pp=2,recompute=products", "cp=2,cp_ulysses=2"),
         "pp=2,pp_slices=2,schedule=terapipe",
     ),
     "llama4-scout-17b-16e window=2048": ("tp=2,ep=2,dp_shard=2,recompute=full",),
     "ministral-8b window=2048": ("cp=2,tp=2,sp=true",),
     "ministral3-8b": ("cp=2,pp=2",),
-    "deepseek-v3.2": (
+    "deepseek-v3.2 moe.aux_loss=0": (
         *("dp_shard=2,tp=2,sp=true,ep=2,zero=3", "cp=2,tp=2,sp=true", "pp=2,schedule=zb_h1"),
         *("cp=2,pp=2,pp_slices=2,schedule=terapipe", "dp_shard=2,zero=2,recompute=products"),
+        "dp_shard=2,tp=2,sp=true,ep=4,etp=1",
     ),
-    "glm-5 sparse.dense_warmup=true": ("pp=2,tp=2,recompute=full", "cp=2,dp_shard=2"),
+    "gemma4-e2b window=2048": (
+        *("dp_shard=2,tp=2,sp=true,recompute=full", "cp=2,pp=2,recompute=products", "cp=2,cp_ulysses=2,zero=2"),
+        *("pp=2,tp=2,schedule=zb_h1", "pp=2,pp_slices=2,schedule=terapipe,recompute=full", "tp=4,dp_shard=2"),
+    ),
+    "glm-5 sparse.dense_warmup=true": ("pp=2,tp=2,recompute=full", "cp=2,tp=2,sp=true,ep=4,etp=1"),
 }
 
 
@@ -51,6 +56,7 @@ def test_layouts_equal_one_process(ranks, tmp_path: Path, name: str):
     preset, *words = name.split()
     words = [f"model={preset}", *(f"model.{word}" for word in words)]
     selection = select(load_words(overrides.parse(words)).job, lines=CASES[name])
+    assert not selection.refused
     vocabulary = selection.compared.vocab_size
     for layout in selection.layouts:
         path = tmp_path / f"{layout.line()}.safetensors"

@@ -111,6 +111,16 @@ def test_a_script_is_the_job_that_it_means(tmp_path):
             "--multi-latent-attention --kv-lora-rank 256 --q-lora-rank 512",
             {"model.mla.kv_rank": "256", "model.mla.q_rank": "512"},
         ),
+        (
+            "--multi-latent-attention --kv-lora-rank 256 --experimental-attention-variant dsa --dsa-indexer-topk 1024 "
+            "--dsa-indexer-n-heads 32 --dsa-indexer-head-dim 64 --dsa-indexer-loss-coeff 0.1 --dsa-kernel-backend none",
+            {
+                "model.sparse.top_k": "1024",
+                "model.sparse.index_heads": "32",
+                "model.sparse.index_head_dim": "64",
+                "model.sparse.index_loss": "0.1",
+            },
+        ),
         ("--context-parallel-size 2 --cp-comm-type a2a", {"layout.cp": "2", "layout.cp_ulysses": "2"}),
         ("--mtp-num-layers 1", {"model.n_layers": "33", "model.mtp": "1", "layout.pp_cut": "16+17"}),
         ("--tensor-model-parallel-size 2", {"layout.tp": "2"}),
@@ -122,6 +132,23 @@ def test_what_arguments_mean_together(tmp_path, more, expected):
     assert theirs.unknown == ()
     found = settings(theirs)
     assert {path: found.get(path) for path in expected} == expected
+
+
+def test_what_of_an_indexer_is_not_read_is_said(tmp_path):
+    attention = "--multi-latent-attention --experimental-attention-variant"
+    theirs = script(tmp_path, f"{attention} dsa --dsa-indexer-topk 8 --dsa-indexer-topk-freq 4")
+    assert set(theirs.needed) >= {"model.sparse.index_heads", "model.sparse.index_head_dim"}
+    assert [each.why for each in theirs.without_counterpart if each.affects] == [
+        "every layer is predicted with an indexer of its own"
+    ]
+    other = script(tmp_path, f"{attention} dsv4_hybrid --dsa-indexer-topk 8")
+    assert "model.sparse.top_k" not in settings(other)
+    assert {
+        each.why: each.affects for each in other.without_counterpart if "dsa" in each.name or "variant" in each.name
+    } == {
+        "this kind of attention is not read; that of the other arguments is predicted": True,
+        "no layer has an indexer": False,
+    }
 
 
 def test_all_problems_at_once(tmp_path):

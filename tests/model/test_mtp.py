@@ -162,7 +162,10 @@ def test_all_modules_belong_to_the_last_stage():
     # The head of each module counts: the last stage has fewer layers.
     assert len(stages_of(replace(model, vocab_size=4000), Layout(pp=2), 2)[-1]) == 2
     job = Job(model=replace(model, vocab_size=37), layout=Layout(pp=4, pp_cut="3+2+2+1", micro_batch=1))
-    assert any("leaves 1 of the 2 modules for further tokens to earlier stages" in text for _, text in problems_of(job))
+    assert any(
+        "leaves 1 of the last 2 layers to earlier stages: modules for further tokens" in text
+        for _, text in problems_of(job)
+    )
     deep = replace(job, layout=Layout(pp=8, micro_batch=1))
     assert any("nearest legal: pp 7" in text for _, text in problems_of(deep))
     assert "embed.weight" in stage_shapes(model, [range(6, 8)])

@@ -13,7 +13,7 @@ from phalanx.blocks.sparse import sparse_rows
 from phalanx.config.model import MLA, ModelConfig, SparseAttention
 from phalanx.model import sparse
 from phalanx.model.cache import Cache
-from phalanx.model.documents import Documents
+from phalanx.model.documents import Conversations, Documents
 from phalanx.model.layers import rotary_table, rotate
 from phalanx.model.moe import Routing
 
@@ -41,9 +41,14 @@ def made(model: ModelConfig = MODEL) -> sparse.IndexedAttention:
 
 
 def defined(
-    layer: sparse.IndexedAttention, model: ModelConfig, x: Tensor, table: Tensor, documents: Documents | None
+    layer: sparse.IndexedAttention,
+    model: ModelConfig,
+    x: Tensor,
+    table: Tensor,
+    documents: Documents | None,
+    real: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Returns the output and the indexer's loss."""
+    """Returns the output and the indexer's loss over queries that are real."""
     seq, index, mla = x.shape[1], layer.index, model.mla
     read = layer.q_norm(layer.wq_a(x))
     q, q_turned = layer.wq_b(read).unflatten(-1, (3, -1)).split(layer.parts, -1)
@@ -66,15 +71,16 @@ def defined(
     p = products.masked_fill(~seen[:, None], -torch.inf).softmax(-1)
     target = p.detach().mean(1)
     logs = scores.masked_fill(~seen, -torch.inf).log_softmax(-1).masked_fill(~seen, 0)
-    loss = (torch.xlogy(target, target) - target * logs).sum()
+    loss = (torch.xlogy(target, target) - target * logs).sum(-1)
+    loss = loss.sum() if real is None else loss[real].sum()
     return layer.wo(torch.einsum("bhqk,bkhd->bqhd", p, v).flatten(2)), loss
 
 
 @pytest.mark.parametrize("rows", [0, 7], ids=["at once", "in runs"])
-@pytest.mark.parametrize("documents", [False, True])
+@pytest.mark.parametrize("documents", ["none", "whole", "padded"])
 @pytest.mark.parametrize("fields", [{}, {"dense_warmup": True}, {"top_k": 40}, {"index_loss": 0.0}], ids=str)
 def test_output_and_gradients_are_those_of_the_definition(
-    fields: dict[str, object], documents: bool, rows: int, monkeypatch: pytest.MonkeyPatch
+    fields: dict[str, object], documents: str, rows: int, monkeypatch: pytest.MonkeyPatch
 ):
     model = replace(MODEL, sparse=replace(MODEL.sparse, **fields))
     if rows:
@@ -83,9 +89,14 @@ def test_output_and_gradients_are_those_of_the_definition(
     layer.core.routing = routing
     x = torch.randn(2, 20, 24, dtype=torch.float64, requires_grad=True)
     table = rotary_table(model, torch.arange(20), torch.float64)
-    of = Documents(torch.tensor([[0] * 8 + [1] * 12, [0] * 3 + [1] * 17])) if documents else None
-    expected, loss = defined(layer, model, x, table, of)
-    found = layer(x, table, None, None, of)
+    numbers, of, conversations = torch.tensor([[0] * 8 + [1] * 12, [0] * 3 + [1] * 17]), None, None
+    if documents != "none":
+        of = Documents(numbers)
+    if documents == "padded":  # the end of one sequence, and all of the other
+        conversations = Conversations(torch.tensor([[0] * 8 + [1] * 7 + [-1] * 5, [-1] * 20]), 2)
+    real = None if conversations is None else conversations.real
+    expected, loss = defined(layer, model, x, table, of, real)
+    found = layer(x, table, None, None, of, conversations)
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-11)
     factor = torch.randn_like(expected)
     inputs = [x, *layer.parameters()]
@@ -95,7 +106,9 @@ def test_output_and_gradients_are_those_of_the_definition(
     for one, other in zip(gradients, of_definition, strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=1e-10)
     assert any(gradient.any() for gradient in gradients[-6:-1]) == bool(model.sparse.index_loss)
-    noted = routing.take().penalties["index_loss"]
+    penalties = routing.take().penalties
+    assert penalties["index_queries"].item() == (40 if real is None else 15)
+    noted = penalties["index_loss"]
     assert noted.item() == pytest.approx(model.sparse.index_loss * loss.item(), abs=1e-11)
 
 

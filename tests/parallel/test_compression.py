@@ -12,12 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from parallel.steps import CPU, counted_steps, micro_batches, steps, worst
-from parallel.test_predicted_traffic import DEEP, GPT, LLAMA, SWITCH, VOCAB, check, job_of
+from parallel.test_predicted_traffic import DEEP, DEEPSEEK, GPT, LLAMA, SWITCH, VOCAB, check, job_of
 from parallel.test_quantised import some
 from phalanx.comm.axis import Axis, Pending
 from phalanx.config import layout_line
 from phalanx.config.job import Job, Optimizer, Train
 from phalanx.config.layout import Layout
+from phalanx.config.model import MLA, MoE, SparseAttention
 from phalanx.model.seeding import derive_seed
 from phalanx.parallel import mesh as meshes
 from phalanx.parallel.compression import CompressedSum, Summand
@@ -25,6 +26,12 @@ from phalanx.parallel.parameter_shards import ParameterShard
 from phalanx.partition.tensor_slices import TensorSlice
 from phalanx.train.step import Stepper
 
+CHOSEN_KEYS = dataclasses.replace(
+    DEEPSEEK,
+    bias=False,
+    moe=dataclasses.replace(DEEPSEEK.moe, capacity=0.0),
+    sparse=SparseAttention(top_k=6, index_heads=4, index_head_dim=6),
+)
 CASES = [
     (GPT, "dp_replicate=3,accumulation=2,compression=int8"),
     (GPT, "dp_replicate=2,compression=powersgd,compression_rank=1"),
@@ -36,10 +43,11 @@ CASES = [
     (DEEP, "dp_replicate=2,pp=2,accumulation=4,compression=powersgd,compression_rank=1"),
     (SWITCH, "dp_replicate=2,dp_shard=2,ep=2,compression=int8"),
     (SWITCH, "dp_replicate=2,dp_shard=2,ep=2,compression=powersgd,compression_rank=1"),
+    (CHOSEN_KEYS, "dp_replicate=2,tp=2,sp=true,ep=2,etp=1,compression=int8"),
 ]
 
 
-@some(CASES, 1, 4, 6, 9)
+@some(CASES, 1, 4, 6, 9, 10)
 def test_every_byte(ranks, model, line):
     check(ranks, job_of(model, layout_line.parse(line)))
 
@@ -145,17 +153,35 @@ def test_equals_one_process_with_the_same_compression(ranks, line):
 WIDE = dataclasses.replace(GPT, n_layers=2, d_model=48, d_ff=192, seq_len=4, tied=False)
 
 
-@pytest.mark.parametrize(
-    "line", ["dp_replicate=2,compression=powersgd", "dp_replicate=2,dp_shard=2,compression=powersgd"]
+CHOSEN = dataclasses.replace(
+    LLAMA,
+    n_kv_heads=0,
+    head_dim=0,
+    seq_len=4,
+    d_model=48,
+    mla=MLA(q_rank=24, kv_rank=24, rope_head_dim=4, nope_head_dim=12, v_head_dim=12),
+    sparse=SparseAttention(top_k=2, index_heads=8, index_head_dim=8),
+    moe=MoE(n_experts=4, top_k=1, d_ff=36, renormalise=False),
 )
-def test_the_rank_of_the_gradients_loses_nothing(ranks, line):
+
+
+@pytest.mark.parametrize(
+    ("model", "line"),
+    [
+        (WIDE, "dp_replicate=2,compression=powersgd"),
+        (WIDE, "dp_replicate=2,dp_shard=2,compression=powersgd"),
+        (CHOSEN, "dp_replicate=2,tp=2,sp=true,ep=2,etp=1,compression=powersgd"),
+    ],
+    ids=["replicas", "shards", "chosen keys, whole experts"],
+)
+def test_the_rank_of_the_gradients_loses_nothing(ranks, model, line):
     """Gradients of few tokens have at most their number as rank: with it PowerSGD equals one process. (A later step's
     may have directions that the first one's factor lacks, which then wait for one step.)"""
     layout = layout_line.parse(line)
-    job = job_64(layout, WIDE, 4)
-    tokens = 4 * WIDE.seq_len
+    job = job_64(layout, model, 4)
+    tokens = 4 * model.seq_len
     job = dataclasses.replace(job, layout=dataclasses.replace(layout, compression_rank=tokens))
-    expected = ranks(steps, 1, job_64(Layout(), WIDE, 4), VOCAB, 1)[0]
+    expected = ranks(steps, 1, job_64(Layout(), model, 4), VOCAB, 1)[0]
     (shown, gradients, parameters), sent, _ = ranks(counted_steps, layout.world, job, VOCAB, 1)[0]
     numbers = sum(value.numel() for value in parameters.values()) / layout.dp_shard
     assert sent["dp_replicate"]["all_reduce"] < 0.8 * 8 * numbers  # of two ranks each sends what it has once

@@ -239,11 +239,12 @@ def balance(job) -> list[float]:
     ]
 
 
-def test_experts_learn_the_same_from_conversations_padded_and_packed(ranks, chat_with_experts):
+def test_experts_and_indexers_learn_the_same_from_conversations_padded_and_packed(ranks, chat_with_experts):
     """One step of all conversations, in samples of several lengths, one each or several."""
-    found = []
+    found, latents = [], MLA(q_rank=8, kv_rank=8, rope_head_dim=4, nope_head_dim=4, v_head_dim=4)
+    of = {"mla": latents, "sparse": SparseAttention(top_k=16, index_heads=3, index_head_dim=4), "n_kv_heads": 0}
     for seq_len, packing in ((128, False), (320, False), (192, True)):
-        job = change(change(chat_with_experts, "model", seq_len=seq_len), "data", packing=packing)
+        job = change(change(chat_with_experts, "model", seq_len=seq_len, **of), "data", packing=packing)
         data = open_split(prepare(job.data), "train", seq_len, job.data)
         whole = change(job, "train", global_batch=data.sample_count, steps=1)
         whole = change(whole, "run", name=f"whole-{seq_len}-{packing}")
@@ -251,7 +252,7 @@ def test_experts_learn_the_same_from_conversations_padded_and_packed(ranks, chat
         [step] = rows(whole, "step")
         assert step["padding"] == pytest.approx(1 - summary["tokens"] / summary["positions"])
         assert sum(rows(whole, "experts")[0]["loads"]["0"]) == EXPERTS.top_k * summary["tokens"]
-        found.append([step["loss"], step["grad_norm"], *balance(whole)])
+        found.append([step["loss"], step["grad_norm"], rows(whole, "experts")[0]["index_loss"], *balance(whole)])
     assert found[0] == pytest.approx(found[1], rel=1e-9)
     assert found[0] == pytest.approx(found[2], rel=1e-9)
 

@@ -325,7 +325,7 @@ BUGS = (
         "routers count the padding of packed conversations",
         "dp_replicate=2",
         "train.step:Stepper.tensors",
-        (("if self.job.model.moe.n_experts and", "if False and"),),
+        (("if (self.job.model.moe.n_experts or self.job.model.sparse.top_k) and", "if False and"),),
         "moe.experts |",
         "data.corpus=chat data.path=chats.jsonl data.packing=true data.document_mask=true",
         "experts",

@@ -102,16 +102,17 @@ def _file(job: Job) -> Iterator[Problem]:
 
 def _stages(job: Job, stages: int, equals: str, legal: str) -> Iterator[Problem]:
     """Yields the problems of the number of stages, and of the user's cut, with the model's layers."""
-    layers, most, text, mtp = job.model.n_layers, job.model.most_stages, job.layout.pp_cut, job.model.mtp
+    layers, most, text, together = job.model.n_layers, job.model.most_stages, job.layout.pp_cut, job.model.together
     if stages > most:
-        has = f", the last with all {mtp} modules for further tokens" if most < layers else ""
+        why = "modules for further tokens" if job.model.mtp else "which share keys"
+        has = f", the last with the last {together} layers, {why}" if most < layers else ""
         yield (
             "layout.pp",
             f"{equals} stages need at least as many layers{has}, the model has {layers}; nearest legal: {legal}",
         )
     if text:
         try:
-            written_stages(text, stages, layers, mtp)
+            written_stages(text, stages, layers, together)
         except JobError as error:
             yield from (("layout.pp_cut", problem) for problem in error.problems)
 

@@ -71,7 +71,8 @@ def _weights(layout: Layout, model: ModelConfig) -> Iterator[Problem]:
 def _cut_sizes(model: ModelConfig, folds: bool) -> tuple[tuple[str, int], ...]:
     """Returns the weights of blocks that tp cuts into equal parts, each with its rows or columns."""
     weights = (weight for kind in dict.fromkeys(block_kinds(model)) for weight in block_weights(model, kind))
-    cut = (each for each in weights if each.dim is not None and each.unit == 1 and not (folds and each.routed))
+    cut = (each for each in weights if each.dim is not None and each.unit == 1 and not each.padded)
+    cut = (each for each in cut if not (folds and each.routed))
     return tuple((each.name, each.shape[each.dim or 0]) for each in cut)
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from typing import Literal, NamedTuple
 
@@ -191,6 +192,31 @@ def attention(place: Place) -> Iterator[Operator]:
         yield _value_norm(place, shared=model.values_are_keys and normed)
     yield _core(place, max(1, model.kv_heads // place.tp), turns_again=normed and model.qk_norm != "width")
     yield _output(place)
+
+
+def shared_attention(place: Place) -> Iterator[Operator]:
+    """Yields the operators of a layer that attends to keys and values of an earlier one, which saves them."""
+    of_keys = ("attn.wk.", "attn.wv.", "attn.k_norm.")
+    for operator in attention(place):
+        weights = tuple(weight for weight in operator.weights if not weight.name.startswith(of_keys))
+        if operator.name == "qkv":
+            saved = tuple(each for each in operator.saved if not each.across)
+            results = (SavedTensor("wq", place.model.n_heads * place.model.head_size * place.width, "width"),)
+            yield replace(operator, weights=weights, saved=saved, results=results)
+        elif operator.name == "qk_norm":
+            yield replace(_query_key_norm(place, keys=False), weights=weights)
+        elif operator.core:
+            model, heads = place.model, place.model.n_heads // place.tp
+            part = heads / (heads + max(1, model.kv_heads // place.tp))
+            turned = (
+                each._replace(forward=each.forward * part, backward=each.backward * part)
+                if each.name == "rotary"
+                else each
+                for each in operator.memory_bound
+            )
+            yield replace(operator, memory_bound=tuple(turned))
+        elif operator.name != "v_norm":
+            yield operator
 
 
 def latent_attention(place: Place) -> Iterator[Operator]:
@@ -379,16 +405,16 @@ def _normed_saved(
     return SavedTensor(name, size, spread, cheap=size - read * place.width)
 
 
-def _query_key_norm(place: Place) -> Operator:
-    """Returns the norms of queries and keys, which save what they read. A norm over all heads sums a square per token
-    over the tensor ranks, of queries and of keys, and its gradient as well."""
+def _query_key_norm(place: Place, *, keys: bool = True) -> Operator:
+    """Returns the norms of queries and keys, which save what they read, or of queries alone. A norm over all heads sums
+    a square per token over the tensor ranks, of queries and of keys, and its gradient as well."""
     model, wide = place.model, place.model.qk_norm == "width"
-    queries, keys = model.n_heads * model.head_size, model.kv_heads * model.head_size
-    spread = max(model.kv_heads, place.tp) * model.head_size
+    queries, of_keys = model.n_heads * model.head_size, model.kv_heads * model.head_size
+    spread = max(model.kv_heads, place.tp) * model.head_size * keys
     if wide:
         weights = (
             *norm_weights(model, "attn.q_norm", queries, ROWS),
-            *norm_weights(model, "attn.k_norm", keys, ROWS._replace(unit=model.head_size)),
+            *norm_weights(model, "attn.k_norm", of_keys, ROWS._replace(unit=model.head_size)),
         )
     else:
         weights = (
@@ -400,7 +426,7 @@ def _query_key_norm(place: Place) -> Operator:
                 for weight in norm_weights(model, name, model.head_size, PARTIAL)
             )
         )
-    numbers, kernels = place.tokens * (queries + spread) // place.tp, 2 * norm_kernels(model)
+    numbers, kernels = place.tokens * (queries + spread) // place.tp, (1 + keys) * norm_kernels(model)
     # Tensor ranks that sum squares have a norm of their own, which saves what it reads (parallel/tensor.py).
     alone = (wide and place.tp > 1) or model.qk_norm == "unit"  # nor has one without weights their gradient
     saved = (queries + spread) * place.width if alone else norm_saved(place, queries + spread)
@@ -408,7 +434,9 @@ def _query_key_norm(place: Place) -> Operator:
     return Operator(
         "qk_norm",
         weights,
-        memory_bound=(MemoryBound("qk_norm", 2 * numbers, 3 * numbers, kernels, 2, cheap=not (wide and place.tp > 1)),),
+        memory_bound=(
+            MemoryBound("qk_norm", 2 * numbers, 3 * numbers, kernels, 1 + keys, cheap=not (wide and place.tp > 1)),
+        ),
         saved=(SavedTensor("qk_norm", saved, "width", cheap=saved - (queries + spread) * place.width),),
         messages=(sums,) if wide else (),
     )

@@ -7,13 +7,23 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import repeat
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from phalanx.blocks.attention import attention, latent_attention
+from phalanx.blocks.attention import attention, latent_attention, shared_attention
 from phalanx.blocks.feed_forward import dense, experts
 from phalanx.blocks.operator import Half, Operator, Place
 from phalanx.blocks.recurrent import delta_net, mamba
-from phalanx.blocks.residual import adapted, joined, norm, own_norms, predicted, rescaled, residual, sum_of_halves
+from phalanx.blocks.residual import (
+    adapted,
+    joined,
+    layer_input,
+    norm,
+    own_norms,
+    predicted,
+    rescaled,
+    residual,
+    sum_of_halves,
+)
 from phalanx.blocks.sparse import gated_attention, sparse_attention
 from phalanx.config.model import MLA, DeltaNet, Mamba, ModelConfig, MoE, SparseAttention, WideHeads, window_within
 from phalanx.facts import Lazy, stated
@@ -88,6 +98,9 @@ class AttentionKind(SublayerKind):
     context-parallel ranks exchange tokens for them. None: no rank may hold a part of a sequence."""
     gathers: bool = False
     """Whether context-parallel ranks gather what keys are made of, for all heads, so that none exchange heads."""
+    counts: bool = False
+    """Whether its forward pass takes Conversations or None, too: it has a loss of its own, which does not count
+    padding."""
     cores: tuple[str, ...]
     """The names of the CoreAttention modules in its module, outside which tokens do not meet: selective recomputation
     repeats them, and context parallelism replaces them. None: no rank may hold a part of a sequence."""
@@ -118,6 +131,8 @@ NEEDS = {
     "delta.n_heads": {"delta": DeltaNet(n_heads=4, key_heads=2, key_head_dim=4, head_dim=4)},
     "mamba.n_heads": {"mamba": Mamba(n_heads=4, head_dim=4, groups=2, state=4, chunk=8)},
     "wide.head_dim": {"wide": WideHeads(8, 1)},
+    "shared_keys": {"shared_keys": 1},
+    "double_mlp": {"shared_keys": 1, "double_mlp": True},
     "moe.n_experts": {"moe": MoE(n_experts=4)},
 }
 """Fields that switch a part of a model on, and a small value of that part."""
@@ -369,6 +384,42 @@ def smaller_wide_heads(model: ModelConfig, small: ModelConfig, max_ranks: int) -
     return replace(small, wide=replace(model.wide, head_dim=min(model.wide.head_dim, 2 * small.head_size)))
 
 
+def shared_problems(model: ModelConfig) -> Iterator[tuple[str, str]]:
+    """Yields the problems of layers that attend to keys of earlier ones."""
+    path, layers = "model.shared_keys", range(model.n_layers - model.shared_keys, model.n_layers)
+    if model.shared_keys >= model.n_layers:
+        why = f"must leave a layer with keys of its own: n_layers is {model.n_layers}, shared_keys {model.shared_keys}"
+        yield path, f"{why}; nearest legal: {model.n_layers - 1}"
+    elif alone := [layer for layer in layers if model.keys_of(layer) < 0]:
+        kind = "a window" if model.window_of(alone[0]) else "all keys"
+        yield path, f"no layer with keys of its own has {kind}, as layer {alone[0]} has; nearest legal: fewer"
+    if model.attention:
+        why = f"shared_keys says which layers have keys of their own, is {model.attention!r}"
+        yield "model.attention", f"{why}; nearest legal: empty, or shared_keys=0"
+    if model.mtp:
+        yield "model.mtp", f"is for models whose layers have keys of their own, is {model.mtp}; nearest legal: 0"
+    if model.qk_norm in ("width", "unit"):
+        why = f"norms of queries that are alone are per head, is {model.qk_norm}"
+        yield "model.qk_norm", f"{why}; nearest legal: head, or none"
+
+
+def fewer_shared(model: ModelConfig, small: ModelConfig, max_ranks: int) -> ModelConfig:
+    """Returns `small` with as many layers that share keys as have keys of their own."""
+    return replace(small, shared_keys=min(model.shared_keys, small.n_layers // 2))
+
+
+def double(place: Place) -> Iterator[Operator]:
+    """Yields the operators of an MLP of twice the width."""
+    yield from dense(place._replace(model=replace(place.model, d_ff=2 * place.model.ff_size)))
+
+
+def double_problems(model: ModelConfig) -> Iterator[tuple[str, str]]:
+    """Yields the problems of MLPs of two widths."""
+    if model.feed_forward:
+        why = f"double_mlp says which layers have an MLP of twice the width, is {model.feed_forward!r}"
+        yield "model.feed_forward", f"{why}; nearest legal: empty, or double_mlp=false"
+
+
 def nothing(place: Place) -> Iterator[Operator]:
     """Yields no operator: a block without this half has one norm and one sum onto the residual stream."""
     yield from ()
@@ -380,6 +431,40 @@ def _not_parallel(model: ModelConfig) -> Iterator[tuple[str, str]]:
         yield "model.parallel_block", "adds two halves, and some layers have one; nearest legal: parallel_block=false"
 
 
+HEADS = AttentionKind(
+    title="multi-head, grouped-query or multi-query attention",
+    source="Vaswani et al. 2017, section 3.2; Ainslie et al. 2023",
+    operators=attention,
+    module="phalanx.model.attention:Attention",
+    connection=Connection(reads=("wq", "wk", "wv"), writes=("wo",)),
+    cores=("core",),
+)
+SHARED_HEADS = replace(
+    HEADS,
+    title="the same, to keys and values of an earlier layer",
+    source="Google DeepMind 2025, Gemma 3n; 2026, Gemma 4",
+    operators=shared_attention,
+    module="phalanx.model.attention:SharedAttention",
+    connection=Connection(reads=("wq",), writes=("wo",)),
+    needs=("shared_keys",),
+    problems=shared_problems,
+    shrink=fewer_shared,
+)
+WIDE: dict[str, Any] = {
+    "title": "the same with heads of another size",
+    "source": "Google DeepMind 2026, Gemma 4",
+    "shrink": smaller_wide_heads,
+}
+DENSE = FeedForwardKind(
+    title="one MLP for all tokens, with or without a gate",
+    source="Vaswani et al. 2017, section 3.3; Shazeer 2020",
+    operators=dense,
+    module="phalanx.model.layers:dense",
+    connection=Connection(reads=("up", "gate"), writes=("down",)),
+    width=lambda model: model.ff_size,
+)
+
+
 def _problems(name: str, kind: SublayerKind) -> Iterator[str]:
     return kind_problems(kind)
 
@@ -387,24 +472,10 @@ def _problems(name: str, kind: SublayerKind) -> Iterator[str]:
 ATTENTION: Registry[AttentionKind] = Registry(
     "attention",
     {
-        "heads": AttentionKind(
-            title="multi-head, grouped-query or multi-query attention",
-            source="Vaswani et al. 2017, section 3.2; Ainslie et al. 2023",
-            operators=attention,
-            module="phalanx.model.attention:Attention",
-            connection=Connection(reads=("wq", "wk", "wv"), writes=("wo",)),
-            cores=("core",),
-        ),
-        "wide_heads": AttentionKind(
-            title="the same with heads of another size",
-            source="Google DeepMind 2026, Gemma 4",
-            operators=attention,
-            module="phalanx.model.attention:Attention",
-            connection=Connection(reads=("wq", "wk", "wv"), writes=("wo",)),
-            cores=("core",),
-            needs=("wide.head_dim",),
-            shrink=smaller_wide_heads,
-        ),
+        "heads": HEADS,
+        "wide_heads": replace(HEADS, needs=("wide.head_dim",), **WIDE),
+        "shared_heads": SHARED_HEADS,
+        "shared_wide_heads": replace(SHARED_HEADS, needs=("shared_keys", "wide.head_dim"), **WIDE),
         "latent": AttentionKind(
             title="multi-head latent attention",
             source="DeepSeek-V2, section 2.1",
@@ -424,6 +495,7 @@ ATTENTION: Registry[AttentionKind] = Registry(
             connection=Connection(writes=("wo",)),
             cores=("core",),
             gathers=True,
+            counts=True,
             needs=("mla.kv_rank", "sparse.top_k"),
             problems=sparse_problems,
             shrink=smaller_index,
@@ -471,13 +543,16 @@ ATTENTION: Registry[AttentionKind] = Registry(
 FEED_FORWARD: Registry[FeedForwardKind] = Registry(
     "feed_forward",
     {
-        "dense": FeedForwardKind(
-            title="one MLP for all tokens, with or without a gate",
-            source="Vaswani et al. 2017, section 3.3; Shazeer 2020",
-            operators=dense,
-            module="phalanx.model.layers:dense",
-            connection=Connection(reads=("up", "gate"), writes=("down",)),
-            width=lambda model: model.ff_size,
+        "dense": DENSE,
+        "double": replace(
+            DENSE,
+            title="an MLP of twice the width",
+            source="Google DeepMind 2026, Gemma 4 E2B",
+            operators=double,
+            module="phalanx.model.layers:double",
+            needs=("double_mlp",),
+            problems=double_problems,
+            width=lambda model: 2 * model.ff_size,
         ),
         "experts": FeedForwardKind(
             title="a mixture of experts",
@@ -527,6 +602,8 @@ class BlockKind(NamedTuple):
     """Whether rotary positions, where the model has them, turn its queries and keys."""
     predicts: bool = False
     """Whether it is that of a module for one more token, with a head and a loss of its own."""
+    lends: bool = False
+    """Whether later layers attend to its keys and values."""
 
     @property
     def routed(self) -> bool:
@@ -541,10 +618,11 @@ def chosen_kinds(model: ModelConfig, half: Half) -> tuple[str, ...]:
     if half == "attention":
         if model.sparse.top_k > 0:
             return ("sparse",)
-        if model.wide.head_dim and not model.mla.kv_rank:
-            return model.heads_by_window
+        if (model.wide.head_dim or model.shared_keys) and not model.mla.kv_rank:
+            return model.heads_by_layer
         return ("latent",) if model.mla.kv_rank else ("heads",)
-    return ("experts",) if model.moe.n_experts else ("dense",)
+    usual = ("experts",) if model.moe.n_experts else ("dense",)
+    return usual * (model.n_layers - model.shared_keys) + ("double",) * model.shared_keys if model.double_mlp else usual
 
 
 @lru_cache(maxsize=1024)
@@ -599,13 +677,13 @@ def not_trained(model: ModelConfig) -> str:
 def block_kinds(model: ModelConfig) -> tuple[BlockKind, ...]:
     """Returns the kind of every layer. Raises KeyError for a kind that is in no table."""
     core, wide = chosen_kinds(model, "attention"), chosen_kinds(model, "feed_forward")
-    kinds = []
+    kinds, lending = [], model.key_layers
     for layer in range(model.n_layers):
         window = window_within(model.window_of(layer), model.seq_len)
         turns = model.positions != "rope" or model.rotates(layer)
         kind = BlockKind(model.kind_of(core, layer), model.kind_of(wide, layer), window, turns)
         is_dense = kind.routed and layer < model.moe.n_dense_layers
-        kind = kind._replace(predicts=layer >= model.n_layers - model.mtp)
+        kind = kind._replace(predicts=layer >= model.n_layers - model.mtp, lends=layer in lending)
         kinds.append(kind._replace(feed_forward="dense") if is_dense else kind)
     return tuple(kinds)
 
@@ -622,14 +700,22 @@ def half_block(place: Place, kind: BlockKind, half: Half) -> tuple[Operator, ...
         exchange = "enter" if together else "both"
         before = tuple(joined(place)) if kind.predicts else ()
         place = place if kind.rotates else place._replace(model=without_positions(place.model))
-        return before + _attention_half(place._replace(ep=1, window=kind.window, exchange=exchange), kind.attention)
+        own = _attention_half(place._replace(ep=1, window=kind.window, exchange=exchange), kind.attention)
+        return before + (tuple(map(_lending, own)) if kind.lends else own)
     is_first = kind.attention == "none"
     exchange = "leave" if together else "both"
     # Feed-forward layers do not depend on which context ranks form a ring.
     place = place._replace(ring=place.cp, ulysses=1, ring_rank=None, exchange=exchange)
     after = tuple(predicted(place._replace(exchange="both"))) if kind.predicts else ()
     scaled = tuple(rescaled(place)) if place.model.layer_scale else ()
-    return _feed_forward_half(place, kind.feed_forward, is_first) + after + scaled
+    own = tuple(layer_input(place)) if place.model.layer_embedding else ()
+    return _feed_forward_half(place, kind.feed_forward, is_first) + after + own + scaled
+
+
+def _lending(operator: Operator) -> Operator:
+    """Returns an operator of attention whose keys and values later layers read."""
+    kept = (each._replace(beyond=True, cheap=0.0) if each.across else each for each in operator.saved)
+    return replace(operator, saved=tuple(kept))
 
 
 @lru_cache(maxsize=1024)

@@ -61,7 +61,7 @@ class Weight(NamedTuple):
     @property
     def is_matrix(self) -> bool:
         """Whether tokens are multiplied by it."""
-        return len(self.shape) > 1 and self.name.endswith(".weight")
+        return len(self.shape) > 1 and self.name.endswith(".weight") and not is_table(self.name)
 
     @property
     def dim(self) -> int | None:
@@ -77,12 +77,13 @@ class Weight(NamedTuple):
 
     def folded(self, folds: bool) -> Weight:
         """Returns the weight as tensor ranks divide it; if it `folds`, they hold whole experts, and each counts the
-        loads of its own tokens alone."""
+        loads of its own tokens alone. An indexer reads all tokens on each of them."""
         if not folds:
             return self
         if self.routed:
             return self._replace(cut="experts", unit=1)
-        return self._replace(gradient="partial") if self.gradient == "whole" else self
+        counts = self.gradient == "whole" and self.name.startswith("moe.")
+        return self._replace(gradient="partial") if counts else self
 
     def is_summed(self, sp: bool) -> bool:
         """Returns whether tensor ranks sum their gradients of this weight although each holds the whole of it."""
@@ -106,6 +107,11 @@ class Weight(NamedTuple):
     def size_on(self, tp: int, ep: int = 1) -> int:
         """Returns the number of elements of that part."""
         return prod(self.shape_on(tp, ep))
+
+
+def is_table(name: str) -> bool:
+    """Returns whether the parameter `name` is a layer's own embedding, in which tokens are looked up."""
+    return name.endswith("layer_input.table.weight")
 
 
 def is_expert(name: str) -> bool:
@@ -208,6 +214,8 @@ class SavedTensor(NamedTuple):
     """Whether recompute=mlp computes it again, too."""
     across: bool = False
     """Whether later slices of a sequence read it, so that it stays where a block is recomputed in slices."""
+    beyond: bool = False
+    """Whether other layers read it, so that it stays where a block is recomputed."""
 
     def released(self, recompute: Recompute) -> float:
         """Returns the part of `size` that recompute=products or mlp computes again."""

@@ -14,7 +14,7 @@ from typing import Literal
 
 from phalanx.blocks.kinds import BlockKind, block, block_kinds
 from phalanx.blocks.operator import Place, Weight, is_expert
-from phalanx.blocks.residual import by_layer, embedding_weights, head_rows, head_weights
+from phalanx.blocks.residual import by_layer, embedding_weights, head_rows, head_weights, layer_projection_weights
 from phalanx.blocks.sparse import unneeded_flops
 from phalanx.config.model import ModelConfig
 from phalanx.errors import JobError
@@ -143,7 +143,8 @@ def forward_flops_per_token(model: ModelConfig, attention: Attention = "full") -
 def forward_flops_per_sequence(model: ModelConfig, vocab_size: int | None, attention: Attention) -> int:
     """Returns the FLOPs of the forward pass over one sequence."""
     blocks = sum(block_flops_per_sequence(model, layer, attention) for layer in range(model.n_layers))
-    return blocks + (1 + model.mtp) * model.seq_len * head_flops_per_token(model, vocab_size)
+    ends = (1 + model.mtp) * head_flops_per_token(model, vocab_size) + projection_flops_per_token(model)
+    return blocks + model.seq_len * ends
 
 
 def train_flops_per_token(model: ModelConfig) -> int:
@@ -202,7 +203,7 @@ def _frozen_flops_per_token(model: ModelConfig, vocab_size: int | None) -> int:
         return 0
     kinds = Counter(block_kinds(model)).items()
     blocks = sum(n * _flops_of(model, (w for w in block_weights(model, kind) if w.frozen)) for kind, n in kinds)
-    return blocks + head_flops_per_token(model, vocab_size)
+    return blocks + head_flops_per_token(model, vocab_size) + projection_flops_per_token(model)
 
 
 def attention_flops_per_token(model: ModelConfig, layer: int) -> int:
@@ -237,3 +238,8 @@ def _scan_flops(model: ModelConfig, kind: BlockKind) -> int:
 def head_flops_per_token(model: ModelConfig, vocab_size: int | None = None) -> int:
     """Returns the forward FLOPs per token of the head, tied or not."""
     return 2 * model.d_model * head_rows(model, vocabulary(model, vocab_size))
+
+
+def projection_flops_per_token(model: ModelConfig) -> int:
+    """Returns the forward FLOPs per token of the projection of the embedding for all layers (model.layer_embedding)."""
+    return _flops_of(model, layer_projection_weights(model))

@@ -388,6 +388,64 @@ def predicted(place: Place) -> Iterator[Operator]:
         yield replace(operator, name=f"predict {operator.name}", weights=weights, messages=messages, saved=saved)
 
 
+def layer_input(place: Place) -> Iterator[Operator]:
+    """Yields what a block does with its own embedding of the tokens (model.layer_embedding), between its MLP and the
+    next block: the look-up, whose parts tensor ranks sum, and two small matrices around the product, which each tensor
+    rank computes for the tokens of its residual stream."""
+    model, width, size = place.model, place.width, place.model.layer_embedding
+    tokens = place.tokens // place.token_share
+    numbers, own = tokens * model.d_model, tokens * size
+    table = VOCABULARY._replace(name="layer_input.table.weight", shape=(model.vocab_size, size))
+    messages = (message._replace(elements=place.tokens * size) for message in leave(place._replace(exchange="both")))
+    if model.freezes:
+        messages = (message._replace(backward=0) for message in messages)
+    yield Operator(
+        "layer embedding",
+        frozen(model, (table,)),
+        memory_bound=(MemoryBound("layer embedding", 3 * place.tokens * size, 3 * place.tokens * size, 3),),
+        # Of the projection of the model's embedding, its own part, and what the norm of that reads.
+        saved=(SavedTensor("layer embedding", size * width + norm_saved(place, size), "tokens", beyond=True),),
+        messages=tuple(messages),
+    )
+    gate = Weight("layer_input.gate.weight", (size, model.d_model))
+    out = Weight("layer_input.out.weight", (model.d_model, size), initial="residual")
+    read = model.d_model * saved_input(place, "feed_forward")
+    inner = SavedTensor("layer product", 3 * size * width, "tokens", cheap=2 * size * width)
+    yield Operator(
+        *("layer gate", frozen(model, (gate,)), tokens),
+        sixteen=True,
+        memory_bound=(MemoryBound("layer product", 5 * own, 8 * own, 3, cheap=True),),
+        saved=(SavedTensor("layer gate", read, "tokens"), inner),
+    )
+    normed = norm_saved(place, model.d_model)
+    yield Operator(
+        *("layer out", frozen(model, (out, *norm_weights(model, "layer_input.norm", model.d_model))), tokens),
+        sixteen=True,
+        memory_bound=(MemoryBound("layer norm", 5 * numbers, 5 * numbers, norm_kernels(model), cheap=True),),
+        saved=(
+            SavedTensor("layer norm", normed, "tokens", cheap=normed - model.d_model * width),
+            SavedTensor("layer dropout", model.d_model if model.dropout else 0, "tokens"),
+        ),
+    )
+
+
+def layer_projection(place: Place) -> Operator:
+    """Returns the projection of the embedding for the tables of all layers, and its norm."""
+    model, own = place.model, place.tokens // place.token_share * place.model.n_layers * place.model.layer_embedding
+    work = MemoryBound("layer inputs", 4 * own, 5 * own, 1 + norm_kernels(model))
+    rows = place.tokens // place.token_share
+    return Operator("layer inputs", layer_projection_weights(model), rows, sixteen=True, memory_bound=(work,))
+
+
+def layer_projection_weights(model: ModelConfig) -> tuple[Weight, ...]:
+    """Returns the weights of that projection; nothing without it."""
+    size = model.layer_embedding
+    if not size:
+        return ()
+    matrix = Weight("layer_inputs.project.weight", (model.n_layers * size, model.d_model))
+    return frozen(model, (matrix, *norm_weights(model, "layer_inputs.norm", size)))
+
+
 def rescaled(place: Place) -> Iterator[Operator]:
     """Yields the product of a block's output with its own number (model.layer_scale)."""
     numbers = 2 * place.hidden / place.token_share
@@ -396,15 +454,17 @@ def rescaled(place: Place) -> Iterator[Operator]:
 
 
 def boundary(place: Place) -> Message:
-    """Returns the message between two stages of a pipeline: the hidden states of a micro-batch, or of a slice of it."""
-    return Message("pp", "send", place.hidden / place.slices / place.token_share, forward=1, backward=1)
+    """Returns the message between two stages of a pipeline: the hidden states of a micro-batch, or of a slice of it,
+    with what layers read beside them."""
+    numbers = place.tokens * place.model.stream_width
+    return Message("pp", "send", numbers / place.slices / place.token_share, forward=1, backward=1)
 
 
 def embedding_weights(model: ModelConfig, vocabulary: int) -> tuple[Weight, ...]:
     """Returns the weights of the first stage."""
     rows = _table("embed.weight", model, vocabulary)
     learned = (Weight("positions.weight", (model.seq_len, model.d_model)),) if model.positions == "learned" else ()
-    return frozen(model, (rows, *learned))
+    return frozen(model, (rows, *learned)) + layer_projection_weights(model)
 
 
 def head_weights(model: ModelConfig, vocabulary: int) -> tuple[Weight, ...]:

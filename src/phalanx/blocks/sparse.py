@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import repeat
 from math import prod
 
 from phalanx.blocks.attention import MOST_SCORES, TILED_ROWS, attention, latent_attention
@@ -58,7 +59,8 @@ def sparse_attention(place: Place) -> Iterator[Operator]:
     keys; tensor ranks sum the heads' probabilities, from which the indexer learns."""
     model, mla, width = place.model, place.model.mla, place.width
     latent, keys = mla.kv_rank + mla.rope_head_dim, place.cp + _of_slices(place)
-    for operator in latent_attention(place):
+    operators = latent_attention(place)
+    for operator in map(_beside_indexer, repeat(place), operators) if model.warms_up else operators:
         if operator.name == "wkv_b":
             yield replace(
                 operator,
@@ -76,12 +78,25 @@ def sparse_attention(place: Place) -> Iterator[Operator]:
                 operator,
                 core=_chosen(place, operator.core),
                 memory_bound=tuple(each for each in operator.memory_bound if each.name != "ring merge"),
-                saved=_latent_output(place),
+                saved=_latent_output(place)[model.warms_up :],
                 messages=tuple(_messages(place)),
                 workspace=_workspace(place),
             )
         else:
             yield operator
+
+
+def _beside_indexer(place: Place, operator: Operator) -> Operator:
+    """Returns an operator of latent attention while the indexer alone is trained: the inputs that it shares with the
+    indexer's matrices are saved for those, and the output of attention is not."""
+    shared = {"wq_a": place.model.d_model, "wq": place.model.d_model, "wq_b": place.model.mla.q_rank}
+    if operator.name not in shared:
+        return replace(operator, saved=()) if operator.name == "wo" else operator
+    size = shared[operator.name] * place.read
+    again = place.repeats_input(size, regathered=False) if operator.name != "wq_b" else size
+    (first, *rest) = operator.saved
+    first = first._replace(size=first.size + size, cheap=first.cheap + again)
+    return replace(operator, saved=(first, *rest))
 
 
 def _of_slices(place: Place) -> float:
@@ -147,7 +162,9 @@ def _workspace(place: Place) -> float:
     attended = SCORES * heads * chosen * wide + copies
     learned = (heads + INDEX_SCORES * sparse.index_heads + SCORES) * chosen * wide + own
     run = rows * max(attended, learned)
-    return place.sequences * (of_queries + of_keys + run)
+    # Beside an output that is saved, its gradient and a run's scaled queries take no more than it has left.
+    beside = heads * (queries * model.mla.kv_rank + rows * latent) * width * model.warms_up
+    return place.sequences * (of_queries + of_keys + run + beside)
 
 
 def _indexer(place: Place, gathered: float) -> Iterator[Operator]:

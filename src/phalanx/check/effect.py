@@ -96,6 +96,7 @@ CONDITIONS: dict[str, Condition] = {
         _EXPERTS[0],
         f"{_EXPERTS[1]} (it is the router's; a z-loss of the logits is not implemented)",
     ),
+    "model.double_mlp": above("model.shared_keys"),
     "train.mtp_weight": above("model.mtp", what="modules for further tokens: "),
     "model.moe.bias_rate": (
         lambda job: job.model.moe.n_experts and job.model.moe.bias_balanced,

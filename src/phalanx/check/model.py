@@ -24,6 +24,7 @@ AT_MOST: list[tuple[int, str, list[str]]] = [
         "the deepest published transformer has 1,000 layers (DeepNet, Wang et al. 2022)",
         [
             *("model.n_layers", "model.full_every", "model.nope_every", "model.moe.n_dense_layers", "model.mtp"),
+            "model.shared_keys",
             *("layout.pp", "layout.pp_chunks", "layout.offload_blocks"),
         ],
     ),
@@ -32,6 +33,7 @@ AT_MOST: list[tuple[int, str, list[str]]] = [
         "forty times the widest published transformer, 25,600 (Megatron-LM's 1T)",
         [
             *(f"model.{name}" for name in ("d_model", "d_ff", "head_dim", "moe.d_ff", "wide.head_dim")),
+            "model.layer_embedding",
             *(f"model.mla.{name}" for name in ("q_rank", "kv_rank", "rope_head_dim", "nope_head_dim", "v_head_dim")),
             *("model.lora.rank", "model.moe.latent", "model.sparse.index_head_dim"),
             *("model.delta.key_head_dim", "model.delta.head_dim", "model.mamba.head_dim", "model.mamba.state"),
@@ -196,6 +198,8 @@ def _shape_problems(model: ModelConfig) -> Iterator[tuple[str, str]]:
             "model.mtp",
             f"must leave a layer before the modules for further tokens: n_layers is {model.n_layers}, mtp {model.mtp}",
         )
+    if model.layer_embedding:
+        yield from _layer_embedding(model)
     if model.full_every and not model.window:
         yield (
             "model.full_every",
@@ -222,6 +226,18 @@ def _shape_problems(model: ModelConfig) -> Iterator[tuple[str, str]]:
             "model.qk_norm",
             f"norms over all heads are RMS norms, norm is {model.norm}; nearest legal: norm=rmsnorm, or qk_norm=head",
         )
+
+
+def _layer_embedding(model: ModelConfig) -> Iterator[tuple[str, str]]:
+    needed = {
+        "vocab_size is above 0 (those of all layers' tables)": model.vocab_size > 0,
+        "activation is swiglu or geglu": model.activation in ("swiglu", "geglu"),
+        "parallel_block is false": not model.parallel_block,
+        "residual_multiplier is 1": model.residual_multiplier == 1,
+        "mtp is 0": not model.mtp,
+    }
+    if wrong := [text for text, holds in needed.items() if not holds]:
+        yield "model.layer_embedding", f"needs that {', '.join(wrong)}; nearest legal: that, or layer_embedding=0"
 
 
 def _window_pattern(model: ModelConfig) -> Iterator[tuple[str, str]]:
@@ -273,8 +289,8 @@ def unusable_kinds(model: ModelConfig) -> Iterator[tuple[str, str]]:
 def _kinds(model: ModelConfig, half: Half) -> Iterator[tuple[str, str]]:
     """Yields the problems of the kinds of one half of the blocks."""
     table, names = TABLES[half], tuple(dict.fromkeys(chosen_kinds(model, half)))
-    for name in names:
-        yield from table[name].problems(model)
+    for problems in dict.fromkeys(table[name].problems for name in names):
+        yield from problems(model)
     if not getattr(model, half):
         return  # chosen by the very fields that they need
     needed = {path for name in names for path in table[name].needs}
@@ -366,6 +382,8 @@ def _beside_latent_attention(model: ModelConfig) -> Iterator[tuple[str, str]]:
         )
     if model.sinks:
         yield "model.sinks", "latent attention has no sinks; nearest legal: sinks=false"
+    if model.shared_keys:
+        yield "model.shared_keys", "latent attention makes keys in every layer; nearest legal: shared_keys=0"
     if model.nope_every:
         yield "model.nope_every", f"latent attention needs rotary positions, is {model.nope_every}; nearest legal: 0"
     if model.rotary_fraction != 1:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from phalanx.config.model import ModelConfig
+from phalanx.units import counted
 
 
 def attention(model: ModelConfig) -> str:
@@ -15,10 +16,12 @@ def attention(model: ModelConfig) -> str:
     else:
         kind = f"grouped, {heads} heads on {model.kv_heads}"
     wide, with_wide = model.wide, sum("wide_heads" in name for name in _attentions(model))
+    layers = counted(model.shared_keys, "layer")
     shared = f" on {wide.n_kv_heads or model.kv_heads}"
     extras = [
         (with_wide > 0, f"{wide.head_dim} wide{shared} in {with_wide} of {model.n_layers} layers"),
         (model.values_are_keys, "values that are keys there" if with_wide else "values that are keys"),
+        (model.shared_keys > 0, f"keys of earlier layers in the last {layers}"),
         (model.sinks, "sinks"),
         (model.attention_softcap > 0, f"soft cap {model.attention_softcap:g}"),
         (model.qk_norm != "none", "normalised queries and keys"),
@@ -37,8 +40,8 @@ def attention(model: ModelConfig) -> str:
 def _attentions(model: ModelConfig) -> list[str]:
     """Returns the kind of attention of every layer, nothing for the usual one."""
     pattern = model.attention.split(",")
-    if model.wide.head_dim and not model.attention:
-        pattern = list(model.heads_by_window)
+    if not (model.attention or model.mla.kv_rank):
+        pattern = list(model.heads_by_layer)
     return [pattern[layer % len(pattern)] for layer in range(model.n_layers)]
 
 
@@ -61,6 +64,10 @@ def norm(model: ModelConfig) -> str:
 def feed_forward(model: ModelConfig) -> str:
     """Returns the kind of MLP or of experts: "swiglu, 8 of 128 experts + 1 shared"."""
     moe, kind = model.moe, model.activation
+    if model.double_mlp:
+        kind += f", twice as wide in the last {counted(model.shared_keys, 'layer')}"
+    if model.layer_embedding:
+        kind += f", embeddings of {model.layer_embedding} in each layer"
     if model.parallel_block:
         kind += " beside attention"
     if not moe.n_experts:

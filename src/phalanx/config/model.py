@@ -274,7 +274,8 @@ class ModelConfig(Hashed):
     """Kind of attention: heads, wide_heads, latent, gated_heads, delta, one that is predicted but not trained (sparse,
     mamba, none), or one that a package adds (docs/reference/extending.md); a list such as latent,heads repeats over the
     layers (modules of mtp have the kind of the layer before them, unless it has n_layers kinds); empty: sparse with
-    sparse.top_k, latent with mla.kv_rank, otherwise heads, with wide.head_dim wide_heads in layers without a window."""
+    sparse.top_k, latent with mla.kv_rank, otherwise heads, with wide.head_dim wide_heads in layers without a window,
+    and with shared_keys shared_heads and shared_wide_heads in the last layers."""
     feed_forward: Annotated[str, Example("experts")] = ""
     """Kind of feed-forward layer: dense, experts, none, or one that a package adds; a list repeats over the layers;
     empty: experts with moe.n_experts, otherwise dense."""
@@ -313,6 +314,17 @@ class ModelConfig(Hashed):
     values_are_keys: bool = False
     """Values are the keys before their norm and rotation, without a matrix of their own; with wide.head_dim in layers
     with wide heads alone (Gemma 4)."""
+    shared_keys: Annotated[int, Interval(0), Example("20")] = 0
+    """The last layers, as many as this, have no keys and values of their own: they attend to those of the last layer
+    before them that has a window as they do, or none (Gemma 4 E2B: 20, E4B: 18). In a pipeline one stage has them and
+    the layers whose keys they read."""
+    double_mlp: bool = False
+    """The MLPs of these layers are twice as wide (Gemma 4 E2B)."""
+    layer_embedding: Annotated[int, Interval(0), Example("256")] = 0
+    """Width of an embedding of the tokens that each layer has of its own (Gemma 4 E2B and E4B): after its MLP the
+    stream, projected to this width and activated, is multiplied by it, projected back, normalised and added. A
+    projection of the model's embedding joins it before. In a pipeline each stage has the tables of its layers, and the
+    projections of all layers are sent along; 0: none."""
     sinks: bool = False
     """Each head's softmax has one more, trained score, which belongs to no key (gpt-oss)."""
     attention_scale: Annotated[float, Interval(0)] = 0.0
@@ -436,9 +448,36 @@ class ModelConfig(Hashed):
         return kinds[layer % len(kinds)]
 
     @property
+    def together(self) -> int:
+        """The last layers that one stage of a pipeline has, at least one: all modules for further tokens, and layers
+        without keys of their own with those whose keys they read."""
+        return max(1, self.mtp, self.n_layers - min(self.key_layers, default=self.n_layers))
+
+    @property
     def most_stages(self) -> int:
-        """Stages of the longest pipeline: each has a layer, and the last one all modules for further tokens."""
-        return self.n_layers - max(0, self.mtp - 1)
+        """Stages of the longest pipeline, each of which has a layer."""
+        return self.n_layers - self.together + 1
+
+    @property
+    def key_layers(self) -> tuple[int, ...]:
+        """The layers whose keys layers without any of their own read."""
+        return tuple(
+            dict.fromkeys(self.keys_of(layer) for layer in range(self.n_layers - self.shared_keys, self.n_layers))
+        )
+
+    def keys_of(self, layer: int) -> int:
+        """Returns the layer whose keys layer `layer` attends to; -1 if there is none that sees as many keys."""
+        own = self.n_layers - self.shared_keys
+        if layer < own:
+            return layer
+        alike = [each for each in range(own) if self.window_of(each) == self.window_of(layer)]
+        return alike[-1] if alike else -1
+
+    @property
+    def stream_width(self) -> int:
+        """Numbers per token that a stage of a pipeline sends to the next: hidden states, and with layer_embedding the
+        projections of the embedding."""
+        return self.d_model + self.n_layers * self.layer_embedding
 
     @property
     def embeds_at_end(self) -> bool:
@@ -458,9 +497,12 @@ class ModelConfig(Hashed):
         return 0 if self.full_every and (layer + 1) % self.full_every == 0 else self.window
 
     @property
-    def heads_by_window(self) -> tuple[str, ...]:
-        """The kind of attention of each layer where windows decide which layers have wide heads."""
-        return tuple("heads" if self.window_of(layer) else "wide_heads" for layer in range(self.n_layers))
+    def heads_by_layer(self) -> tuple[str, ...]:
+        """The kind of attention of each layer where windows decide which layers have wide heads, and their place which
+        have keys of their own."""
+        own = self.n_layers - self.shared_keys
+        wide = (self.wide.head_dim > 0 and not self.window_of(layer) for layer in range(self.n_layers))
+        return tuple("shared_" * (layer >= own) + "wide_" * each + "heads" for layer, each in enumerate(wide))
 
     def norms_heads(self, layer: int) -> bool:
         """Returns whether queries and keys of layer `layer` are normalised."""

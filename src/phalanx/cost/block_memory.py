@@ -56,7 +56,8 @@ def saved(place: Place, kind: LayerKind) -> tuple[tuple[str, float], ...]:
     alone = (("block input", size),)
     if kind.recompute == "full":
         several = place.slices > 1
-        every = (tensor for operator in operators for tensor in operator.saved if several and tensor.across)
+        every = (tensor for operator in operators for tensor in operator.saved)
+        every = (tensor for tensor in every if tensor.beyond or (several and tensor.across))
         return alone + tuple((each.operator, each.size / shares[each.cut]) for each in every)
     selective = profile.selective if kind.recompute == "selective" else ""
     tensors = (
@@ -144,7 +145,7 @@ class StepSizes:
         """Bytes that the final norm and the head save."""
         self.final_norm = self.pass_tokens * norm_backward(place, spec.model.d_model) / self.share
         """Bytes in the backward pass of the final norm, with its input."""
-        self.under_way = TRANSIT * self.stream / self.share
+        self.under_way = TRANSIT * self.stream * spec.model.stream_width / spec.model.d_model / self.share
         """Bytes of messages between a stage and a neighbour on another rank."""
         # In place of an input that is gathered again, a parallel block has the gradient of the feed-forward layer's
         # input, of all tokens, while it computes that of attention's.

@@ -484,10 +484,10 @@ def stages_of_case(spec: StepSpec, stages: int) -> tuple[range, ...]:
     """Returns the layers of each of `stages` stages: `spec.stages`, else those of `layout.pp_cut`, else as even as
     possible. Raises JobError if pp_cut does not fit."""
     return spec.stages or _cut(
-        spec.layout.pp_cut if spec.layout.pp > 1 else "", stages, spec.model.n_layers, spec.model.mtp
+        spec.layout.pp_cut if spec.layout.pp > 1 else "", stages, spec.model.n_layers, spec.model.together
     )
 
 
 @lru_cache(1024)
-def _cut(text: str, stages: int, layers: int, mtp: int) -> tuple[range, ...]:
-    return written_stages(text, stages, layers, mtp) if text else even(layers, stages, mtp)
+def _cut(text: str, stages: int, layers: int, together: int) -> tuple[range, ...]:
+    return written_stages(text, stages, layers, together) if text else even(layers, stages, together)

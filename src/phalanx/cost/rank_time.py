@@ -11,7 +11,7 @@ from operator import add, attrgetter, sub
 from phalanx.blocks.kinds import HALVES, BlockKind, Half, half_block
 from phalanx.blocks.operator import MemoryBound, Message, Operator
 from phalanx.blocks.parameters import weight_of
-from phalanx.blocks.residual import embedding, head
+from phalanx.blocks.residual import embedding, head, layer_projection
 from phalanx.config.cluster import Accelerator
 from phalanx.cost.communication import NO_MESSAGES, MessageSeconds, collectives, messages_seconds, place
 from phalanx.cost.experts import exposed_share, launch_seconds, repeated_seconds
@@ -380,7 +380,7 @@ def around_time(spec: StepSpec, content: Content) -> RankTime:
     of_loss = replace(spec.framework, passes=spec.framework.loss_passes or spec.framework.passes)
     parts: list[tuple[Operator, ...]] = []
     if content.embedding:
-        parts.append((embedding(here, vocab),))
+        parts.append((embedding(here, vocab), *([layer_projection(here)] if spec.model.layer_embedding else [])))
     if content.head:
         norm, *loss = head(here, vocab)
         loss = [_of_whole_logits(spec, operator) for operator in loss]

@@ -214,7 +214,7 @@ def _held_by(
     kinds = layer_kinds(model, written(layout))
     run_at = {run.start: run for stage in stages for run in _uniform_runs(kinds, cut[stage])}
     last = len(cut) - 1
-    ends = {"embed": [0, last] if model.embeds_at_end and last else [0], "positions": [0]}
+    ends = {"embed": [0, last] if model.embeds_at_end and last else [0], "positions": [0], "layer_inputs": [0]}
     runs: list[LayerRun] = []
     for owner, named in _by_owner(stage_shapes(model, [cut[stage] for stage in stages], vocab)):
         part, *rest = owner.split(".")

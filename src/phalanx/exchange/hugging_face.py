@@ -16,6 +16,7 @@ from phalanx.exchange.links import (
     INPUTS_BY_KEY_HEAD,
     INPUTS_IN_A_ROW,
     INTERLEAVED,
+    OF_EACH_LAYER,
     SAME,
     STACKED,
     TRANSPOSED,
@@ -272,6 +273,21 @@ _GEMMA4 = (
         }.items()
     ),
     *_fused_experts(_LAYER, SAME),
+    *_each({"layer_inputs.project": "model.per_layer_model_projection"}),
+    *_each({"layer_inputs.norm": "model.per_layer_projection_norm"}),
+    *_block(
+        {
+            "layer_input.gate": "per_layer_input_gate",
+            "layer_input.out": "per_layer_projection",
+            "layer_input.norm": "post_per_layer_input_norm",
+        }
+    ),
+    WeightLink(
+        ("blocks.{}.layer_input.table.weight",),
+        ("model.embed_tokens_per_layer.weight",),
+        OF_EACH_LAYER,
+        all_layers=True,
+    ),
 )
 _NEOX_LAYER = "gpt_neox.layers.{}"
 _NEOX = (
@@ -340,7 +356,7 @@ _GPT_OSS = (
     _halves("bias", INTERLEAVED),
 )
 
-_BASE = (r"^(layers|embed_tokens|norm)\.", r"model.\1.")
+_BASE = (r"^(layers|embed_tokens(_per_layer)?|norm|per_layer_(model_projection|projection_norm))\.", r"model.\1.")
 """Files of the model without its head leave the prefix out."""
 _IN_IMAGES = (
     (r"^(language_model\.)?model\.(language_model\.)?", "model."),

@@ -72,6 +72,12 @@ def equal_parts(parts: int, dim: int = 0) -> Conversion:
     return Conversion(lambda theirs, _: list(theirs[0].chunk(parts, dim)), lambda ours, _: [torch.cat(list(ours), dim)])
 
 
+OF_EACH_LAYER = Conversion(
+    lambda theirs, model: list(theirs[0].chunk(model.n_layers, 1)), lambda ours, _: [torch.cat(list(ours), 1)]
+)
+"""One tensor of theirs holds columns of every layer in turn."""
+
+
 def _split_rows(sizes: Callable[[ModelConfig], Sequence[int]], groups: Callable[[ModelConfig], int]) -> Conversion:
     """Returns the conversion of rows that are, for each of some groups, those of several of ours."""
 
@@ -178,6 +184,8 @@ class WeightLink:
     conversion: Conversion
     kind: str = ""
     """The kind of attention of the layers that it is for; empty: of any."""
+    all_layers: bool = False
+    """Whether it is one link for all layers, with as many parameters of ours."""
 
 
 @dataclass(frozen=True)
@@ -226,6 +234,8 @@ class WeightFamily:
         if copied or (self.module_layer and not model.mtp and name.startswith("mtp.")):
             return False
         layer = re.match(r"model\.layers\.(\d{1,9})\.", name)
+        if layer and int(layer[1]) >= model.n_layers - model.shared_keys and re.search(r"\.self_attn\.[kv]_", name):
+            return False  # of a layer that reads an earlier one's
         return not (self.next_token_layers and layer and int(layer[1]) >= model.n_layers)
 
     def copies_in(self, model: ModelConfig) -> Iterator[WeightLink]:
@@ -259,8 +269,9 @@ def links(model: ModelConfig, family: WeightFamily) -> Iterator[WeightLink]:
         match = by_pattern.get((pattern, kind)) or by_pattern.get((pattern, ""))
         if match is None:
             missing.append(name)
-        elif pattern == match.ours[0]:
-            ours = tuple(each.format(layer) for each in match.ours)
+        elif pattern == match.ours[0] and not (match.all_layers and int(layer)):
+            every = range(model.n_layers) if match.all_layers else [layer]
+            ours = tuple(each.format(layer) for layer in every for each in match.ours)
             theirs = (
                 (each.replace("model.layers.{}", apart) if apart else each).format(number).replace("*", str(expert))
                 for each in match.theirs

@@ -64,6 +64,8 @@ def _model(fields: Fields) -> None:
     elif names and isinstance(fields.stated[names[0]].value, str):
         hub_model(fields, names[0], fields.take(names[0], str, ""))
         pairs = {"num_hidden_layers": "model.n_layers", "vocab_size": "model.vocab_size"}
+        pairs |= {"index_topk": "model.sparse.top_k", "index_n_heads": "model.sparse.index_heads"}
+        pairs |= {"index_head_dim": "model.sparse.index_head_dim"}
         for key, path in pairs.items():
             if isinstance(shape.get(key), int):
                 fields.set(path, shape[key], f"{_C}{key}")

@@ -148,6 +148,7 @@ def _shape(fields: Fields) -> None:
             fields.set(f"model.mla.{ours}", fields.take(theirs, int, default), theirs)
     elif fields.on("qk_layernorm"):
         fields.set("model.qk_norm", "head", "qk_layernorm")
+    _chosen_keys(fields)
     if fields.on("use_rotary_position_embeddings"):
         fields.set("model.positions", "rope", "use_rotary_position_embeddings")
     if "seq_length" not in fields.stated:
@@ -166,6 +167,27 @@ _MLA = {
     "v_head_dim": ("v_head_dim", 128),
 }
 """Arguments of latent attention with their fields and Megatron Core's defaults."""
+
+
+_INDEXER = {"top_k": "dsa_indexer_topk", "index_heads": "dsa_indexer_n_heads", "index_head_dim": "dsa_indexer_head_dim"}
+"""Fields of sparse attention and its arguments, which have no defaults there."""
+
+
+def _chosen_keys(fields: Fields) -> None:
+    """Sets attention to the keys that an indexer chooses (DeepSeek-V3.2)."""
+    name, rest = "experimental_attention_variant", ("dsa_indexer_use_sparse_loss", "dsa_indexer_topk_freq")
+    variant, of_preset = fields.word(name), whole(fields, "model.sparse.top_k", 0)
+    if variant != "dsa" and (variant or not of_preset):
+        fields.leave(name, "this kind of attention is not read; that of the other arguments is predicted")
+        fields.leave((*_INDEXER.values(), "dsa_indexer_loss_coeff", *rest), "no layer has an indexer", affects=False)
+        return
+    for ours, theirs in _INDEXER.items():
+        if not fields.put(f"model.sparse.{ours}", theirs, 0) and not of_preset:
+            fields.need(f"model.sparse.{ours}", f"{theirs} of the indexer that {name}=dsa asks for")
+    loss, how = "dsa_indexer_loss_coeff", "" if fields.on(rest[0]) else "over the chosen keys here, over all there"
+    fields.set("model.sparse.index_loss", fields.take(loss, float, 0.0), loss, how)
+    if fields.take(rest[1], int, 1) > 1:
+        fields.leave(rest[1], "every layer is predicted with an indexer of its own")
 
 
 def preset_of(name: str) -> str:

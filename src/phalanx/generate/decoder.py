@@ -141,9 +141,11 @@ class Decoder:
             if stage.first:
                 x = model.embed_tokens(tokens, positions, None)
             elif (before := self.placement[number - 1]) != rank:
-                x = torch.empty(texts, seq, self.config.d_model, dtype=self._dtype, device=device)
+                x = torch.empty(texts, seq, self.config.stream_width, dtype=self._dtype, device=device)
                 self.pp.receive(x, before)
-            x = model.through(stage.layers, x, positions, None, cache, documents)
+            x, beside = model.beside(x, tokens)
+            x = model.through(stage.layers, x, positions, None, cache, documents, beside=beside)
+            x = x if stage.last else model.sent(x, beside)
             if not stage.last and (after := self.placement[number + 1]) != rank:
                 self.pp.send(x.contiguous(), after)
         if cache is not None:

@@ -10,7 +10,7 @@ DeepSeek-V3's norms) computes the keys and values of all heads from one small ve
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -166,6 +166,31 @@ class KeysAndValues(Protocol):
         ...
 
 
+class SharedKeys:
+    """Keys and values of one forward pass that later layers read, and those of earlier tokens, if there are any."""
+
+    def __init__(self, sources: Mapping[int, int], earlier: KeysAndValues | None):
+        """`sources` are the layers whose keys others read, by those."""
+        self.sources, self.earlier = sources, earlier
+        self.lent: dict[int, tuple[Tensor, Tensor]] = {}
+        """Keys and values of all positions, by layer."""
+
+    def extend(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns keys and values of all positions, as `KeysAndValues`, and keeps those that later layers read."""
+        if self.earlier is not None:
+            keys, values = self.earlier.extend(layer, keys, values)
+        if layer not in self.lent and layer in self.sources.values():  # otherwise this is recomputation
+            self.lent[layer] = keys, values
+        return keys, values
+
+
+@uncompiled
+def lent_keys(cache: KeysAndValues | None, attention: Any) -> tuple[Tensor, Tensor]:
+    """Returns the keys and values of all positions that a layer's `attention` reads, an earlier layer's."""
+    assert isinstance(cache, SharedKeys), "the model makes one for each forward pass"
+    return cache.lent[cache.sources[attention.layer]]
+
+
 @uncompiled
 def all_keys(cache: KeysAndValues, attention: Any, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
     """Appends the keys and values of a layer's `attention` to a cache, and returns those of all positions."""
@@ -191,6 +216,8 @@ class Attention(nn.Module):
     norm_all_heads: NormPair = staticmethod(norm_pair)
     gated = False
     """Whether the sigmoid of a projection of the input multiplies the heads' outputs."""
+    makes_keys = True
+    """Whether it has keys and values of its own."""
 
     def __init__(self, model: ModelConfig, layer: int):
         super().__init__()
@@ -199,8 +226,9 @@ class Attention(nn.Module):
         queries, keys = model.n_heads * model.head_size, model.kv_heads * model.head_size
         qkv_bias = model.bias or model.qkv_bias
         self.wq = Linear(model.d_model, queries, bias=qkv_bias)
-        self.wk = Linear(model.d_model, keys, bias=qkv_bias)
-        self.wv = None if model.values_are_keys else Linear(model.d_model, keys, bias=qkv_bias)
+        self.wk = Linear(model.d_model, keys, bias=qkv_bias) if self.makes_keys else None
+        has_values = self.makes_keys and not model.values_are_keys
+        self.wv = Linear(model.d_model, keys, bias=qkv_bias) if has_values else None
         self.wg = Linear(model.d_model, queries, bias=qkv_bias) if self.gated else None
         self.qk_norm = model.qk_norm if model.norms_heads(layer) else "none"
         if self.qk_norm == "unit":
@@ -210,8 +238,9 @@ class Attention(nn.Module):
         elif self.qk_norm != "none":
             whole = self.qk_norm == "width"
             self.q_norm = make_norm(model, queries if whole else model.head_size)
-            self.k_norm = make_norm(model, keys if whole else model.head_size)
-        self.v_norm = nn.RMSNorm(model.head_size, model.norm_eps, elementwise_affine=False) if model.v_norm else None
+            self.k_norm = make_norm(model, keys if whole else model.head_size) if self.makes_keys else nn.Identity()
+        norms_values = model.v_norm and self.makes_keys
+        self.v_norm = nn.RMSNorm(model.head_size, model.norm_eps, elementwise_affine=False) if norms_values else None
         self.sinks = nn.Parameter(torch.empty(model.n_heads)) if model.sinks else None
         self.core = CoreAttention(model, layer)
         self.wo = Linear(queries, model.d_model, bias=model.bias)
@@ -266,6 +295,32 @@ class Attention(nn.Module):
             return q if rotary is None else (q * rotary[0]).to(q.dtype), k
         q, k = rotate(q, rotary[:2]), rotate(k, rotary[-2:])
         return norm_pair(self.q_norm, self.k_norm, q, k) if self.qk_norm == "unit" else (q, k)
+
+
+class SharedAttention(Attention):
+    """The same, to keys and values of an earlier layer (Gemma 3n and 4)."""
+
+    makes_keys = False
+
+    def attend(
+        self,
+        qkv: Sequence[Tensor],
+        rotary: Tensor | None,
+        noise: Noise | None,
+        cache: KeysAndValues | None,
+        documents: Documents | None,
+    ) -> Tensor:
+        (q,) = (queries.unflatten(-1, (-1, self.head_size)) for queries in qkv)
+        q = self.run_cheap(self.place_queries, q, rotary) if self.qk_norm == "head" else self.place_queries(q, rotary)
+        k, v = lent_keys(cache, self)
+        return self.core(q.transpose(1, 2), k, v, noise, documents, self.sinks).transpose(1, 2).flatten(2)
+
+    def place_queries(self, q: Tensor, rotary: Tensor | None) -> Tensor:
+        """Returns queries (batch, seq, heads, head_size) with their norm and rotated."""
+        q = self.q_norm(q) if self.qk_norm == "head" else q
+        if rotary is None:
+            return q
+        return (q * rotary[0]).to(q.dtype) if len(rotary) == 1 else rotate(q, rotary[:2])
 
 
 def _gated(attended: Tensor, gate: Tensor) -> Tensor:

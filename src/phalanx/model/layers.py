@@ -208,7 +208,11 @@ class Activation:
             return F.gelu(wide, approximate=self.gelu)
         if self.kind == "swiglu_clamped":
             return _ClampedGate.apply(wide, gate)  # pyright: ignore[reportReturnType]
-        return (F.silu(gate) if self.kind == "swiglu" else F.gelu(gate, approximate=self.gelu)) * wide
+        return self.gated(gate, wide)
+
+    def gated(self, gate: Tensor, factor: Tensor) -> Tensor:
+        """Returns the product of the activated `gate` with `factor`, in the shape of both."""
+        return (F.silu(gate) if self.kind == "swiglu" else F.gelu(gate, approximate=self.gelu)) * factor
 
 
 CLAMP, SHARPNESS = 7.0, 1.702
@@ -298,6 +302,53 @@ class MLP(nn.Module):
 def dense(model: ModelConfig, *_: object) -> MLP:
     """Returns the MLP of a block."""
     return MLP(model)
+
+
+def double(model: ModelConfig, *_: object) -> MLP:
+    """Returns an MLP of twice the width."""
+    return MLP(model, 2 * model.ff_size)
+
+
+class LayerInputs(nn.Module):
+    """The projection of the model's embedding for the tables of all layers (model.layer_embedding)."""
+
+    def __init__(self, model: ModelConfig):
+        super().__init__()
+        self.layers, self.scale = model.n_layers, model.d_model**-0.5
+        self.project = Linear(model.d_model, model.n_layers * model.layer_embedding, bias=False)
+        self.norm = make_norm(model, model.layer_embedding)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Maps the first block's input (batch, seq, d_model) to (batch, seq, layers × layer_embedding)."""
+        return self.norm((self.project(x) * self.scale).unflatten(-1, (self.layers, -1))).flatten(2)
+
+
+class LayerInput(nn.Module):
+    """What a layer's own embedding adds to the residual stream. A layout may replace `run_cheap`, which calls the
+    activation, and `table`."""
+
+    run_cheap: RunCheap = staticmethod(run)
+
+    def __init__(self, model: ModelConfig, layer: int):
+        super().__init__()
+        size = model.layer_embedding
+        self.part = slice(layer * size, (layer + 1) * size)
+        self.activate, self.scale = Activation(model), size**0.5
+        self.table = nn.Embedding(model.vocab_size, size)
+        self.gate = Linear(model.d_model, size, bias=False)
+        self.out = Linear(size, model.d_model, bias=False)
+        self.norm = make_norm(model)
+
+    def forward(self, x: Tensor, tokens: Tensor, projected: Tensor) -> Tensor:
+        """Returns what is added to `x` (batch, seq, d_model), of `tokens` (batch, seq), of which tensor ranks may have
+        more, and of the output of `LayerInputs`."""
+        own = (self.own(projected) + self.table(tokens) * self.scale) * 0.5**0.5
+        return self.norm(self.out(self.run_cheap(self.activate.gated, self.gate(x), own)))
+
+    @uncompiled
+    def own(self, projected: Tensor) -> Tensor:
+        """Returns the part of the projections that is this layer's, (batch, seq, layer_embedding)."""
+        return projected[..., self.part]
 
 
 class Rescale(nn.Module):

@@ -6,8 +6,8 @@ choice depends on no layout. All heads read one vector per token, the latent wit
 multiplies the queries, its half for values the output.
 
 The choice has no gradient. The indexer learns from inputs without one: its loss is KL(p || softmax(I)), summed over
-queries, where p is the mean of the heads' probabilities. In the sparse stage both are over the chosen keys, and
-everything is trained; in the dense stage over all, and the indexer alone is trained. The backward pass computes and
+queries but padding, where p is the mean of the heads' probabilities. In the sparse stage both are over the chosen keys,
+and everything is trained; in the dense stage over all, and the indexer alone is trained. The backward pass computes and
 records that loss, as it does routers' penalties (moe.py), in runs of queries.
 
 Shapes: batch, seq (queries), keys (seq, or more with a cache), heads, index_heads, size (kv_rank + rope_head_dim).
@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from phalanx.blocks.sparse import INDEX_NORM_EPS, keys_of_query, sparse_rows
 from phalanx.config.model import ModelConfig
 from phalanx.model.attention import CoreAttention, KeysAndValues, LatentAttention, visible
-from phalanx.model.documents import Documents
+from phalanx.model.documents import Conversations, Documents
 from phalanx.model.layers import Linear, rotate, uncompiled
 from phalanx.model.moe import Routing, Statistics
 from phalanx.model.seeding import Noise
@@ -80,8 +80,10 @@ class IndexedAttention(LatentAttention):
         noise: Noise | None,
         cache: KeysAndValues | None,
         documents: Documents | None = None,
+        conversations: Conversations | None = None,
     ) -> Tensor:
-        """Computes attention, (batch, seq, d_model) to the same shape."""
+        """Computes attention, (batch, seq, d_model) to the same shape. The indexer learns from all queries but the
+        padding of `conversations`."""
         assert rotary is not None, "latent attention needs rotary positions"
         queries, compressed = self.compress(x)
         read = self.q_norm(queries) if self.compresses_queries else x
@@ -92,7 +94,8 @@ class IndexedAttention(LatentAttention):
         to_keys, to_values = self.halves()
         q, q_turned = queries.unflatten(-1, (-1, sum(self.parts))).split(self.parts, -1)
         q = torch.cat((torch.einsum("bshd,hdr->bshr", q, to_keys), rotate(q_turned, rotary)), -1)
-        o = self.core(q, latents, index, cache, documents)
+        real = None if conversations is None else conversations.real
+        o = self.core(q, latents, index, cache, documents, real)
         return self.wo(torch.einsum("bshr,hdr->bshd", o, to_values).flatten(2))
 
     def halves(self) -> tuple[Tensor, ...]:
@@ -130,11 +133,17 @@ class ChosenAttention(CoreAttention):
         self.scale = model.attention_scale or model.head_size**-0.5
 
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        self, q: Tensor, latents: Tensor, index: IndexTensors, cache: KeysAndValues | None, documents: Documents | None
+        self,
+        q: Tensor,
+        latents: Tensor,
+        index: IndexTensors,
+        cache: KeysAndValues | None,
+        documents: Documents | None,
+        real: Tensor | None,
     ) -> Tensor:
         """Runs `attend` for all keys of the layer, those of the cache among them."""
         gathered, index_keys = self.keys_of(latents, index.keys, cache)
-        return self.run(self.attend, q, gathered, index.queries, index_keys, index.weights, documents)
+        return self.run(self.attend, q, gathered, index.queries, index_keys, index.weights, documents, real)
 
     @uncompiled
     def keys_of(self, latents: Tensor, keys: Tensor, cache: KeysAndValues | None) -> tuple[Tensor, Tensor]:
@@ -154,10 +163,12 @@ class ChosenAttention(CoreAttention):
         index_keys: Tensor,
         weights: Tensor,
         documents: Documents | None = None,
+        real: Tensor | None = None,
     ) -> Tensor:
-        """Maps `q` (batch, seq, heads, size) to (batch, seq, heads, kv_rank), over `latents` (batch, keys, size)."""
+        """Maps `q` (batch, seq, heads, size) to (batch, seq, heads, kv_rank), over `latents` (batch, keys, size); the
+        indexer learns from the queries that are `real` (batch, seq), by default all."""
         places = self.places(q.shape[1], q.device) + latents.shape[1]
-        return _Chosen.apply(q, latents, index_queries, index_keys, weights, self, places, documents)  # pyright: ignore[reportReturnType]
+        return _Chosen.apply(q, latents, index_queries, index_keys, weights, self, places, documents, real)  # pyright: ignore[reportReturnType]
 
     def seen(self, places: Tensor, keys: int, documents: Documents | None) -> Tensor:
         """Returns which of `keys` keys the queries at `places` see, (batch or 1, queries, keys)."""
@@ -176,17 +187,23 @@ class ChosenAttention(CoreAttention):
         scores = _meet(q, keys.mT).to(torch.promote_types(q.dtype, torch.float32))
         return scores.masked_fill_(~seen.unsqueeze(2), float("-inf")).softmax(-1)
 
-    def learn(self, index: IndexTensors, target: Tensor, seen: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def learn(
+        self, index: IndexTensors, target: Tensor, seen: Tensor, real: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Returns the indexer's loss of a run of queries, with its coefficient, whose probabilities are to be `target`
-        (batch, queries, keys), and the gradients of its queries, keys and weights, in their shapes."""
-        scores, each = index_scores(index)
+        (batch, queries, keys), and the gradients of its queries, keys and weights, in their shapes. Queries that are
+        not `real` (batch, queries) do not count."""
+        scores, of_heads = index_scores(index)
         logs = scores.masked_fill_(~seen, float("-inf")).log_softmax(-1)
         coefficient = self.model.sparse.index_loss
         # Where nothing is seen both are zero, and so is their product.
-        loss = coefficient * (torch.xlogy(target, target) - target * logs.masked_fill(~seen, 0.0)).sum()
+        each = torch.xlogy(target, target) - target * logs.masked_fill(~seen, 0.0)
         of_scores = logs.exp_().sub_(target).mul_(coefficient * self.routing.factor)
-        of_weights = (each @ of_scores.unsqueeze(-1)).squeeze(-1)
-        of_each = (index.weights.to(of_scores.dtype).unsqueeze(-1) * of_scores.unsqueeze(2)).mul_(each > 0)
+        if real is not None:
+            each, of_scores = (x.mul_(real.unsqueeze(-1)) for x in (each, of_scores))
+        loss = coefficient * each.sum()
+        of_weights = (of_heads @ of_scores.unsqueeze(-1)).squeeze(-1)
+        of_each = (index.weights.to(of_scores.dtype).unsqueeze(-1) * of_scores.unsqueeze(2)).mul_(of_heads > 0)
         of_each = of_each.to(index.queries.dtype)
         of_keys = _fold(of_each, index.keys).mT @ _fold(index.queries, index.keys)
         return loss, _meet(of_each, index.keys), of_keys, of_weights.to(of_each.dtype)
@@ -252,6 +269,7 @@ class _Chosen(torch.autograd.Function):
         core: ChosenAttention,
         places: Tensor,
         documents: Documents | None,
+        real: Tensor | None,
     ) -> Tensor:
         rank, keys, choices = core.model.mla.kv_rank, latents.shape[1], list[Tensor]()
         o = q.new_empty(*q.shape[:3], rank)
@@ -264,7 +282,7 @@ class _Chosen(torch.autograd.Function):
             each = _taken(latents, chosen)
             probabilities = core.probabilities(q[:, rows] * core.scale, each, _of_chosen(seen, chosen))
             o[:, rows] = _meet(probabilities.to(q.dtype), each[..., :rank])
-        ctx.core, ctx.places, ctx.documents = core, places, documents
+        ctx.core, ctx.places, ctx.documents, ctx.real = core, places, documents, real
         choice = torch.cat(choices, 1) if choices else None
         ctx.save_for_backward(q, latents, index_queries, index_keys, weights, choice)
         return o
@@ -285,7 +303,8 @@ class _Chosen(torch.autograd.Function):
             target = probabilities.sum(2)
             core.sum_heads(target)
             index = IndexTensors(index_queries[:, rows], _taken(index_keys, chosen), weights[:, rows])
-            loss, *of_run = core.learn(index, target.div_(core.n_heads), seen)
+            real = None if ctx.real is None else ctx.real[:, rows]
+            loss, *of_run = core.learn(index, target.div_(core.n_heads), seen, real)
             of_index_q[:, rows], of_index_keys, of_weights[:, rows] = of_run
             total += loss
             _add_taken(of_index, of_index_keys, chosen)
@@ -299,9 +318,9 @@ class _Chosen(torch.autograd.Function):
             of_each[..., :rank].baddbmm_(used.mT.flatten(0, 1), given.flatten(0, 1))
             del each, probabilities, of_scores, used, given
             _add_taken(of_latents, of_each, chosen)
-        queries = torch.full_like(total, q.shape[0] * q.shape[1])
+        queries = torch.full_like(total, q.shape[0] * q.shape[1]) if ctx.real is None else ctx.real.sum().to(total)
         core.routing.add(Statistics({}, {"index_loss": total, "index_queries": queries}))
-        return of_q, of_latents.to(q.dtype), of_index_q, of_index.to(q.dtype), of_weights, None, None, None
+        return of_q, of_latents.to(q.dtype), of_index_q, of_index.to(q.dtype), of_weights, None, None, None, None
 
 
 def _of_chosen(seen: Tensor, chosen: Tensor | None) -> Tensor:

@@ -4,7 +4,8 @@ Nothing here knows of other devices. A layout changes parts from outside and by 
 `final_norm`, `head`; in a block `attn` with `wq`, `wk`, `wv`, `core`, `wo` (latent attention has names of its own), and
 `mlp` with `up`, `gate`, `down`, or in its place `moe` with `router`, `experts`, `shared`, between `attn_norm` and
 `attn_post_norm`, `mlp_norm` and `mlp_post_norm`; in the blocks of modules for further tokens also `join` before these
-and `predict_norm` after them; with model.layer_scale every block ends with `rescale`. The weights' shapes give the
+and `predict_norm` after them; with model.layer_embedding there is `layer_inputs` beside `embed`, and `layer_input` at
+the end of each block; with model.layer_scale every block ends with `rescale`. The weights' shapes give the
 numbers of heads and experts, so that a shard of a layer computes with its own part, and blocks are keyed by their
 layer, so that a pipeline stage keeps the names of its blocks. Layers that read the same input are called together
 (`qkv`, `widen`), so that a layout communicates once for all of them.
@@ -15,6 +16,7 @@ Shapes: batch, seq (tokens of the input), keys (tokens attended to: seq, or more
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -38,10 +40,12 @@ from phalanx.blocks.residual import head_rows
 from phalanx.check.model import model_problems
 from phalanx.config.model import ModelConfig
 from phalanx.errors import ExtensionError, JobError
-from phalanx.model.attention import CoreAttention, KeysAndValues
+from phalanx.model.attention import CoreAttention, KeysAndValues, SharedKeys
 from phalanx.model.cache import Cache
 from phalanx.model.documents import Conversations, Documents
 from phalanx.model.layers import (
+    LayerInput,
+    LayerInputs,
     Linear,
     Multiply,
     Rescale,
@@ -128,12 +132,16 @@ class Transformer(nn.Module):
         kinds = block_kinds(model)
         self.rotary_sizes = [model_for(model, kind.attention).rotary_size for kind in kinds]
         """Elements of each layer's heads that rotary positions turn."""
+        without_keys = range(model.n_layers - model.shared_keys, model.n_layers)
+        self.key_sources = {layer: model.keys_of(layer) for layer in without_keys}
+        """The layers whose keys others read, by those."""
         self.embed = Embedding(vocab, model.d_model)
         # The factor has the precision of the activations, as when Gemma was trained: 55.5 in bf16, not 55.43.
         factor = model.embedding_multiplier * (model.d_model**0.5 if model.scaled_embedding else 1)
         dtypes = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
         self.embedding_scales = {dtype: torch.tensor(factor, dtype=dtype, device="cpu").item() for dtype in dtypes}
         self.positions = PositionEmbedding(model.seq_len, model.d_model) if model.positions == "learned" else None
+        self.layer_inputs = LayerInputs(model) if model.layer_embedding else None
         self.routing = Routing()
         blocks = {str(layer): Block(model, layer, self.routing) for layer in range(model.n_layers)}
         self.blocks = nn.ModuleDict(blocks)
@@ -176,8 +184,8 @@ class Transformer(nn.Module):
             positions = cache.positions(tokens.shape[1], tokens.device) if positions is None else positions
         elif positions is None:
             positions = torch.arange(tokens.shape[1], device=tokens.device)
-        x = self.embed_tokens(tokens, positions, noise)
-        x = self.through(self.trunk(self.blocks), x, positions, noise, cache, documents)
+        x, beside = self.beside(self.embed_tokens(tokens, positions, noise), tokens)
+        x = self.through(self.trunk(self.blocks), x, positions, noise, cache, documents, beside=beside)
         if cache is not None:
             cache.length += tokens.shape[1]
         return x
@@ -196,9 +204,12 @@ class Transformer(nn.Module):
         documents: Documents | None = None,
         conversations: Conversations | None = None,
         embedded: Tensor | None = None,
+        beside: LayerTokens | None = None,
     ) -> Tensor:
         """Applies the blocks of `layers` in order to `x` (batch, seq, d_model). Routers count each of `conversations`
-        for itself; by default every sequence is one. `embedded` is what a module for a further token joins to `x`."""
+        for itself; by default every sequence is one. `embedded` is what a module for a further token joins to `x`, and
+        `beside` what layers with an embedding of their own read."""
+        cache = SharedKeys(self.key_sources, cache) if self.key_sources else cache
         every = (False, True) if self.config.window_rope_theta else (False,)
         tables = {
             (config.rotary_size, windowed): self.rotary(positions, x.dtype, windowed=windowed, config=config)
@@ -212,8 +223,22 @@ class Transformer(nn.Module):
             size, windowed = self.rotary_sizes[int(layer)], self.config.window_of(int(layer)) > 0
             turns = self.config.rotates(int(layer))
             rotary = tables[size, windowed and len(every) > 1] if turns else growth
-            x = self.blocks[layer](x, rotary, noise, cache, documents, conversations, embedded)
+            x = self.blocks[layer](x, rotary, noise, cache, documents, conversations, embedded, beside)
         return x
+
+    def beside(self, x: Tensor, tokens: Tensor) -> tuple[Tensor, LayerTokens | None]:
+        """Returns hidden states (batch, seq, d_model), and what layers with an embedding of their own read beside them,
+        from the first block's input or from what an earlier stage sent, (batch, seq, stream_width)."""
+        if not self.config.layer_embedding:
+            return x, None
+        if isinstance(self.layer_inputs, LayerInputs):
+            return x, LayerTokens(tokens, self.layer_inputs(x))
+        width = self.config.d_model
+        return x[..., :width], LayerTokens(tokens, x[..., width:])
+
+    def sent(self, x: Tensor, beside: LayerTokens | None) -> Tensor:
+        """Returns what a stage sends to the next, (batch, seq, stream_width), of its output (batch, seq, d_model)."""
+        return x if beside is None else torch.cat((x, beside.projected), -1)
 
     def normed(self, x: Tensor) -> Tensor:
         """Returns the last block's output normalised, (batch, seq, d_model) both."""
@@ -271,6 +296,15 @@ class Embedding(nn.Embedding):
             super().reset_parameters()
 
 
+class LayerTokens(NamedTuple):
+    """What layers with an embedding of their own read."""
+
+    tokens: Tensor
+    """(batch, seq)."""
+    projected: Tensor
+    """The output of LayerInputs, (batch, seq, layers × layer_embedding)."""
+
+
 class PositionEmbedding(Embedding):
     """Learned positions: a vector (d_model,) for each of seq_len positions."""
 
@@ -311,6 +345,7 @@ class Block(nn.Module):
         after = NormedSum if apart else make_norm
         self.mlp_post_norm = after(model) if model.norms_outputs else nn.Identity()
         self.predict_norm = make_norm(model) if kind.predicts else nn.Identity()
+        self.layer_input = LayerInput(model, layer) if model.layer_embedding else None
         self.rescale = Rescale() if model.layer_scale else nn.Identity()
 
     def sublayers(self) -> Iterator[tuple[SublayerKind, nn.Module]]:
@@ -327,9 +362,11 @@ class Block(nn.Module):
         documents: Documents | None = None,
         conversations: Conversations | None = None,
         embedded: Tensor | None = None,
+        beside: LayerTokens | None = None,
     ) -> Tensor:
         """Runs `compute`."""
         more = () if embedded is None else (embedded,)
+        more = more if beside is None else (embedded, *beside)
         return self.run(self.compute, x, rotary, noise, cache, documents, conversations, *more)
 
     def compute(
@@ -341,18 +378,24 @@ class Block(nn.Module):
         documents: Documents | None,
         conversations: Conversations | None,
         embedded: Tensor | None = None,
+        tokens: Tensor | None = None,
+        projected: Tensor | None = None,
     ) -> Tensor:
         """Applies the block, (batch, seq, d_model) to the same shape. That of a module for a further token joins
-        `embedded` (batch, seq, d_model) to `x` before, and normalises its output."""
+        `embedded` (batch, seq, d_model) to `x` before, and normalises its output. `tokens` and `projected` are those of
+        `LayerTokens`."""
         if self.join is not None:
             x = self.join(x, embedded)
         if self.parallel:
             both = self.run_halves(self.halves, x, rotary, noise, cache, documents, conversations)
             return self.rescale(self.predict_norm(self.added(x, self.dropped(both, noise, "residual"))))
-        attended = self.attn_post_norm(self.attn(self.attn_norm(x), rotary, noise, cache, documents))
+        attended = self.attn_post_norm(self.attention(x, rotary, noise, cache, documents, conversations))
         x = self.added(x, self.dropped(attended, noise, "attn.residual"))
         widened = self.mlp_post_norm(self.feed_forward(self.mlp_norm(x), conversations))
-        return self.rescale(self.predict_norm(self.added(x, self.dropped(widened, noise, "mlp.residual"))))
+        x = self.predict_norm(self.added(x, self.dropped(widened, noise, "mlp.residual")))
+        if self.layer_input is not None:
+            x = x + self.dropped(self.layer_input(x, tokens, projected), noise, "layer_input.residual")
+        return self.rescale(x)
 
     def added(self, x: Tensor, y: Tensor) -> Tensor:
         """Returns the sum of the residual stream and the result of a half, both (batch, seq, d_model)."""
@@ -378,8 +421,21 @@ class Block(nn.Module):
     ) -> Tensor:
         """Returns what a parallel block adds to the residual stream `x` (batch, seq, d_model), in the same shape: the
         sum of attention and MLP, each with a norm of its own (GPT-NeoX-20B, Black et al. 2022, section 2.1)."""
-        attended = self.attn(self.attn_norm(x), rotary, noise, cache, documents)
+        attended = self.attention(x, rotary, noise, cache, documents, conversations)
         return attended + self.feed_forward(self.mlp_norm(x), conversations)
+
+    def attention(
+        self,
+        x: Tensor,
+        rotary: Tensor | None,
+        noise: Noise | None,
+        cache: KeysAndValues | None,
+        documents: Documents | None,
+        conversations: Conversations | None,
+    ) -> Tensor:
+        """Applies attention after its norm, (batch, seq, d_model) to the same shape."""
+        inputs = self.attn_norm(x), rotary, noise, cache, documents
+        return self.attn(*inputs, conversations) if self.kinds[0].counts else self.attn(*inputs)
 
     def feed_forward(self, x: Tensor, conversations: Conversations | None) -> Tensor:
         """Applies the feed-forward layer, (batch, seq, d_model) to the same shape."""

@@ -14,7 +14,7 @@ from math import prod
 from types import MappingProxyType
 from typing import Any, Literal
 
-from phalanx.blocks.operator import is_expert
+from phalanx.blocks.operator import is_expert, is_table
 from phalanx.config.constraints import Interval
 from phalanx.config.job import Optimizer
 from phalanx.facts import Lazy, stated
@@ -54,8 +54,8 @@ ITERATIONS = 5
 def is_hidden_matrix(name: str, whole: Sequence[int]) -> bool:
     """Returns whether a parameter of this whole shape is a matrix inside a block, or the matrices of its experts: those
     that Muon (Jordan et al. 2024) orthogonalises; AdamW updates embeddings, the head, norms and biases."""
-    stacked = len(whole) == 3 and is_expert(name)
-    return name.startswith("blocks.") and name.endswith(".weight") and (len(whole) == 2 or stacked)
+    inside = name.startswith("blocks.") and name.endswith(".weight") and not is_table(name)
+    return inside and (len(whole) == 2 or (len(whole) == 3 and is_expert(name)))
 
 
 def matrix_elements(name: str, whole: Sequence[int], shape: Sequence[int]) -> int:

@@ -332,17 +332,19 @@ class Objective(nn.Module):
         includes that of the modules for further tokens.
 
         In a pipeline only `stage` is computed: from `x`, the previous stage's output, to the next one's input,
-        (micro_batch, seq, d_model) both, or to the loss. `earlier` are the slices before these: then the
+        (micro_batch, seq, stream_width) both, or to the loss. `earlier` are the slices before these: then the
         loss of pairs, which needs whole sequences, is left to the caller: what it sums over slices is returned."""
         model = self.model
         positions = micro.positions
         if x is None:
             x = model.embed_tokens(micro.tokens, positions, micro.noise)
+        x, beside = model.beside(x, micro.tokens)
         layers = [*(model.blocks if stage is None else stage.layers)]
         trunk = model.trunk(layers)
-        x = model.through(trunk, x, positions, micro.noise, earlier, micro.documents, micro.conversations)
+        inputs = positions, micro.noise, earlier, micro.documents, micro.conversations
+        x = model.through(trunk, x, *inputs, beside=beside)
         if stage is not None and not stage.last:
-            return x
+            return model.sent(x, beside)
         x, shared = model.normed(x), stage is not None
         hidden = model.gathered(x).flatten(0, 1)
         if isinstance(self.compared, PolicyLoss) and self.compared.options.temperature != 1:

@@ -251,9 +251,10 @@ class Pipeline:
         return torch.zeros((), device=micro.tokens.device)
 
     def shape(self, micro: MicroTensors, slices: int = 1) -> tuple[int, int, int]:
-        """Returns the shape of a micro-batch, or of one of its slices, between two stages: (batch, tokens, d_model)."""
+        """Returns the shape of a micro-batch, or of one of its slices, between two stages: (batch, tokens,
+        stream_width)."""
         batch, tokens = micro.slice(0, slices).tokens.shape
-        return batch, tokens // self.token_parts, self.stages.config.d_model
+        return batch, tokens // self.token_parts, self.stages.config.stream_width
 
     def releases_input(self, stage: Stage) -> bool:
         """Returns whether the input of a stage has left the device after its forward pass."""

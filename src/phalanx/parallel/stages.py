@@ -61,7 +61,7 @@ class Stages:
         here = {layer for stage in self.local_stages.values() for layer in stage.layers}
         for layer in [name for name in model.blocks if name not in here]:
             del model.blocks[layer]
-        for part in ("embed", "positions", "final_norm", "head"):
+        for part in ("embed", "positions", "layer_inputs", "final_norm", "head"):
             names = [f"{part}.{name}" for name, _ in (getattr(model, part) or nn.Identity()).named_parameters()]
             if names and not any(map(self.users, names)):
                 setattr(model, part, nn.Identity())

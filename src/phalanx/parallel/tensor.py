@@ -211,6 +211,8 @@ def connect(model: Transformer, parallel: TensorParallel, recomputes: Mapping[st
 def _connect_block(block: Block, parallel: TensorParallel, recompute: Mode) -> set[nn.Module]:
     """Replaces one block's layers, as their kinds say. A parallel block communicates around both halves."""
     keeping = replace(parallel, regather=False)
+    if block.layer_input is not None:
+        block.layer_input.table = ParallelEmbedding(block.layer_input.table, parallel)
     for _, half in block.sublayers():
         if hasattr(half, "norm_all_heads"):
             half.norm_all_heads = NormAllHeads(parallel.tp)  # pyright: ignore[reportArgumentType]

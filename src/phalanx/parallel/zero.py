@@ -364,8 +364,7 @@ class BucketReplica(Replica):
             objective: [model.embed],
             model.final_norm: [model.final_norm, model.head],
         }
-        if model.positions is not None:
-            parts[objective].append(model.positions)
+        parts[objective] += [part for part in (model.positions, model.layer_inputs) if part is not None]
         parts |= {block: [block] for block in model.blocks.values()}
         for module, owners in parts.items():
             needed = {p for owner in owners for p in owner.parameters()}

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from phalanx.blocks.kinds import block_kinds
-from phalanx.blocks.parameters import block_flops_per_token, head_flops_per_token
+from phalanx.blocks.parameters import block_flops_per_token, head_flops_per_token, projection_flops_per_token
 from phalanx.config.layout import Layout
 from phalanx.config.model import ModelConfig
 from phalanx.errors import JobError
@@ -50,17 +50,16 @@ def layer_costs(model: ModelConfig, vocab: int | None = None) -> LayerCosts:
     blocks = [
         block_flops_per_token(model, layer) + head * kind.predicts for layer, kind in enumerate(block_kinds(model))
     ]
-    return LayerCosts(blocks, 0, head)
+    return LayerCosts(blocks, projection_flops_per_token(model), head)
 
 
 def stages_of(model: ModelConfig, layout: Layout, stages: int, vocab: int | None = None) -> tuple[range, ...]:
     """Returns the layers of each of `stages` stages: those of `layout.pp_cut` if it is set, else cut by cost. Raises
     JobError if the model has too few layers, or if pp_cut does not match the model or the stages."""
     if layout.pp_cut:
-        return written_stages(layout.pp_cut, stages, model.n_layers, model.mtp)
+        return written_stages(layout.pp_cut, stages, model.n_layers, model.together)
     costs = layer_costs(model, vocab)
-    # The last stage has all modules for further tokens.
-    own = model.n_layers - max(1, model.mtp)
+    own = model.n_layers - model.together
     *early, last = cut([*costs.layers[:own], sum(costs.layers[own:])], stages, costs.first, costs.last)
     return *early, range(last.start, model.n_layers)
 

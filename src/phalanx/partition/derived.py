@@ -242,10 +242,10 @@ def parse_cut(text: str) -> tuple[int, ...]:
     return tuple(int(layers) for layers in plain.split("+"))
 
 
-def written_stages(text: str, stages: int, layers: int, mtp: int = 0) -> tuple[range, ...]:
+def written_stages(text: str, stages: int, layers: int, together: int = 1) -> tuple[range, ...]:
     """Returns the layers of each stage by `layout.pp_cut`, for a pipeline of `stages` stages and a model of `layers`
-    layers, of which the last `mtp` belong to the last stage. Raises JobError with every reason why it does not match
-    them."""
+    layers, of which the last ones belong `together` in one stage. Raises JobError with every reason why it does not
+    match them."""
     sizes = parse_cut(text)
     problems = []
     if len(sizes) != stages:
@@ -257,24 +257,24 @@ def written_stages(text: str, stages: int, layers: int, mtp: int = 0) -> tuple[r
         )
     if sum(sizes) != layers:
         problems.append(f"{text} = {sum(sizes)} layers, the model has {layers}")
-    if 0 < sizes[-1] < mtp:
+    if 0 < sizes[-1] < together:
         problems.append(
-            f"{text} leaves {mtp - sizes[-1]} of the {mtp} modules for further tokens to earlier stages: the last "
-            "stage has all of them"
+            f"{text} leaves {together - sizes[-1]} of the last {together} layers to earlier stages: modules for "
+            "further tokens, or layers that share keys, belong to one stage"
         )
     if problems:
-        fits = stages <= layers - max(0, mtp - 1)
-        fair = "+".join(str(len(part)) for part in even(layers, stages, mtp)) if fits else ""
+        fits = stages <= layers - together + 1
+        fair = "+".join(str(len(part)) for part in even(layers, stages, together)) if fits else ""
         raise JobError([f"{problem}{f'; legal: {fair}' if fair else ''}" for problem in problems])
     return ranges(sizes)
 
 
-def even(layers: int, stages: int, mtp: int = 0) -> tuple[range, ...]:
+def even(layers: int, stages: int, together: int = 1) -> tuple[range, ...]:
     """Distributes layers evenly, with one more in the later stages, which have fewer micro-batches in flight; the last
-    `mtp` layers belong to the last stage."""
+    layers, so many `together`, belong to the last stage."""
     ends = [(s + 1) * layers // stages for s in range(stages - 1)]
-    if stages > 1 and ends[-1] > layers - mtp:
-        ends = [(s + 1) * (layers - mtp) // (stages - 1) for s in range(stages - 1)]
+    if stages > 1 and ends[-1] > layers - together:
+        ends = [(s + 1) * (layers - together) // (stages - 1) for s in range(stages - 1)]
     return tuple(range(start, end) for start, end in pairwise((0, *ends, layers)))
 
 
@@ -289,7 +289,8 @@ def stage_shapes(model: ModelConfig, stages: Iterable[range], vocab_size: int | 
     gradient the two ranks sum."""
     layers = {layer for stage in stages for layer in stage}
     first, last = 0 in layers, model.n_layers - 1 in layers
-    outside = {"embed": first or (last and model.embeds_at_end), "positions": first, "final_norm": last, "head": last}
+    outside = {"embed": first or (last and model.embeds_at_end), **dict.fromkeys(("positions", "layer_inputs"), first)}
+    outside |= {"final_norm": last, "head": last}
     return {
         name: shape
         for name, shape in parameter_shapes(model, vocab_size).items()

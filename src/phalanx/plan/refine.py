@@ -332,7 +332,7 @@ def _best(ranks: PipelineRanks) -> tuple[range, ...]:
     def cost(stage: int, begins: Places, ends: Places) -> Floats:
         begins, ends = np.broadcast_arrays(begins, ends)
         counts = (before[:, ends] - before[:, begins]).reshape(len(before), -1)
-        end = layers - max(1, ranks.spec.model.mtp)  # the last stage has all modules for further tokens
+        end = layers - ranks.spec.model.together
         legal = begins <= end if stage == stages - 1 else ends <= end
         known, which = np.unique(counts, axis=1, return_inverse=True)
         found = [
@@ -369,7 +369,7 @@ def _moved(ranks: PipelineRanks, start: Sequence[range]) -> tuple[range, ...]:
 def _moves(ranks: PipelineRanks, sizes: Sequence[int], slowest: int) -> Iterator[list[int]]:
     """Yields the sizes with one layer of one of a rank's stages given to another stage; stages between them shift."""
     for giver in ranks.flights[slowest].held:
-        if sizes[giver] == (max(1, ranks.spec.model.mtp) if giver == len(sizes) - 1 else 1):
+        if sizes[giver] == (ranks.spec.model.together if giver == len(sizes) - 1 else 1):
             continue
         for taker in range(len(sizes)):
             if taker != giver:

@@ -502,7 +502,7 @@ class Stepper:
         reference = None if micro.reference is None else torch.from_numpy(micro.reference).to(self.device)
         policy = None if micro.policy is None else torch.from_numpy(micro.policy).to(self.device, non_blocking=True)
         conversations = None
-        if self.job.model.moe.n_experts and micro.conversations is not None:
+        if (self.job.model.moe.n_experts or self.job.model.sparse.top_k) and micro.conversations is not None:
             conversations = Conversations(
                 torch.from_numpy(micro.conversations).to(self.device, non_blocking=True), micro.most_conversations
             )

@@ -174,7 +174,7 @@ def deep_enough(job: Job, layout: Layout) -> Job:
         elif layout.pp_cut:
             layers = sum(parse_cut(layout.pp_cut))
         else:
-            layers = max(job.model.n_layers, _schedule(layout).stages + max(1, job.model.mtp))
+            layers = max(job.model.n_layers, _schedule(layout).stages + job.model.together)
     except JobError:
         return job
     return replace(job, model=replace(job.model, n_layers=layers))
@@ -275,9 +275,10 @@ def _small_model(model: ModelConfig, vocab: int, max_ranks: int) -> ModelConfig:
     halves = {half: tuple(dict.fromkeys(getattr(model, half).split(","))) for half in HALVES}
     windows = tuple(dict.fromkeys(model.window_pattern.split(",")))
     kinds = max(SMALL_LAYERS, len(windows), *map(len, halves.values()))
-    n_layers = min(model.n_layers, model.mtp + kinds)
+    # Of layers that share keys as many again.
+    n_layers = min(model.n_layers, model.mtp + kinds * (1 + (model.shared_keys > 0)))
     # Of layers with and without a window at least one each.
-    full_every = min(model.full_every, n_layers) if model.full_every <= model.n_layers else 0
+    full_every = min(model.full_every, kinds) if model.full_every <= model.n_layers else 0
     head = min(model.head_size, SMALL_HEAD)
     turned = model.rotary_fraction
     width = min(model.d_model, model.n_heads * head, SMALL_WIDTH)

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from phalanx.check.model import model_problems
 from phalanx.config.hugging_face.config_json import read, write
 from phalanx.config.presets import PRESETS
 from phalanx.errors import JobError
@@ -17,8 +18,15 @@ SMALL |= {"model_type": "gemma4_text", "hidden_size_per_layer_input": 0}
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
-        ({"hidden_size_per_layer_input": None}, "hidden_size_per_layer_input is 256, supported: 0"),
-        ({"num_kv_shared_layers": 2}, "num_kv_shared_layers is 2, supported: 0"),
+        (
+            {"hidden_size_per_layer_input": None, "vocab_size": 300},
+            "vocab_size_per_layer_input is 262,144, supported: vocab_size 300",
+        ),
+        (
+            {"num_kv_shared_layers": 2, "use_double_wide_mlp": True, "enable_moe_block": True, "num_experts": 4}
+            | {"top_k_experts": 2, "moe_intermediate_size": 512},
+            "use_double_wide_mlp is true, supported beside experts: false",
+        ),
         ({"use_bidirectional_attention": "all"}, "use_bidirectional_attention is 'all'"),
         ({"attention_bias": True}, "attention_bias is true"),
         ({"layer_types": ["full_attention", *["sliding_attention"] * 5]}, "ends with sliding_attention"),
@@ -40,6 +48,14 @@ def test_what_is_not_computed_is_refused_by_name(fields: dict[str, Any], said: s
     with pytest.raises(JobError) as refused:
         read(SMALL | fields)
     assert any(said in problem for problem in refused.value.problems), refused.value.problems
+
+
+def test_layers_without_keys_need_earlier_ones_that_are_alike() -> None:
+    found = {n: [text for _, text in model_problems(read(SMALL | {"num_kv_shared_layers": n}).model)] for n in (1, 6)}
+    assert found[1] == ["no layer with keys of its own has all keys, as layer 5 has; nearest legal: fewer"]
+    assert found[6] == [
+        "must leave a layer with keys of its own: n_layers is 6, shared_keys 6; nearest legal: 5",
+    ]
 
 
 def test_sizes_of_full_layers_are_read_from_either_spelling() -> None:

@@ -347,8 +347,8 @@ def differing(first: ModelConfig, second: ModelConfig) -> Iterator[tuple[str, An
 def plain(model: ModelConfig) -> ModelConfig:
     """Returns the shape with every default written out, and without what only training uses."""
     wide, kinds = model.wide, model.attention
-    if wide.head_dim and not (kinds or model.mla.kv_rank):
-        kinds = ",".join(model.heads_by_window)
+    if (wide.head_dim or model.shared_keys) and not (kinds or model.mla.kv_rank):
+        kinds = ",".join(model.heads_by_layer)
     if wide.head_dim and set(kinds.split(",")) == {"wide_heads"}:
         own = wide.n_kv_heads or model.kv_heads
         model, kinds = replace(model, head_dim=wide.head_dim, n_kv_heads=own, attention=""), ""

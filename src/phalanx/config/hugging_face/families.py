@@ -189,6 +189,22 @@ def sizes(
     )
 
 
+def gemma_sizes(vocabulary: int, layers: int):
+    """Returns the sizes of Gemma 3 and 4, which a config.json may all leave out."""
+    return (
+        Field("vocab_size", "vocab_size", int, vocabulary),
+        Field("hidden_size", "d_model", int, 2304),
+        Field("intermediate_size", "d_ff", int, 9216, lambda model: model.ff_size),
+        Field("num_hidden_layers", "n_layers", int, layers, most=MOST_LAYERS),
+        Field("num_attention_heads", "n_heads", int, 8),
+        Field("num_key_value_heads", "n_kv_heads", int, 4, lambda model: model.kv_heads),
+        Context(default=131072),
+        Field("rms_norm_eps", "norm_eps", float, 1e-6),
+        Field("tie_word_embeddings", "tied", bool, default=True),
+        HeadDim(256),
+    )
+
+
 def _kv_heads(model: ModelConfig) -> int:
     return model.n_heads if model.mla.kv_rank else model.kv_heads
 
@@ -403,16 +419,7 @@ FAMILIES: tuple[ConfigFamily, ...] = (
         "Gemma3ForCausalLM",
         GEMMA_KIND | {"norm_place": "both", "qk_norm": "head"},
         (
-            Field("vocab_size", "vocab_size", int, 262208),
-            Field("hidden_size", "d_model", int, 2304),
-            Field("intermediate_size", "d_ff", int, 9216, lambda model: model.ff_size),
-            Field("num_hidden_layers", "n_layers", int, 26, most=MOST_LAYERS),
-            Field("num_attention_heads", "n_heads", int, 8),
-            Field("num_key_value_heads", "n_kv_heads", int, 4, lambda model: model.kv_heads),
-            Context(default=131072),
-            Field("rms_norm_eps", "norm_eps", float, 1e-6),
-            Field("tie_word_embeddings", "tied", bool, default=True),
-            HeadDim(256),
+            *gemma_sizes(262208, 26),
             Windows(default=4096, full_every=6),
             RopeWithWindows(),
             Fixed("hidden_activation", TANH, "gelu_pytorch_tanh"),

@@ -10,13 +10,13 @@ from phalanx.config.hugging_face.families import (
     GEMMA_KIND,
     LLAMA_KIND,
     MOST_EXPERTS,
-    MOST_LAYERS,
     NO_ATTENTION_BIAS,
     SILU,
     TANH,
     ConfigFamily,
     HeadDim,
     SoftCap,
+    gemma_sizes,
     sizes,
 )
 from phalanx.config.hugging_face.terms import (
@@ -24,14 +24,12 @@ from phalanx.config.hugging_face.terms import (
     SLIDING,
     Choice,
     ConfigReader,
-    Context,
     Field,
     Fields,
     Fixed,
     NoRope,
     Rope,
     Windows,
-    Written,
     layer_types,
     refuse_unknown,
     rope_values,
@@ -252,6 +250,36 @@ class ExpertsBesideMLP:
         return {"enable_moe_block": True, "num_experts": moe.n_experts, "top_k_experts": moe.top_k, **sizes}
 
 
+@dataclass(frozen=True)
+class SharedLayers:
+    """Gemma 4 E2B and E4B: the last layers share keys, and may have MLPs of twice the width."""
+
+    def read(self, source: ConfigReader, fields: Fields) -> None:
+        fields["shared_keys"] = source.take("num_kv_shared_layers", int, 0)
+        fields["double_mlp"] = source.take("use_double_wide_mlp", bool, False) and fields["shared_keys"] > 0
+        if fields["double_mlp"] and fields.get("moe.n_experts"):
+            source.problem("use_double_wide_mlp", "is true, supported beside experts: false")
+
+    def write(self, model: ModelConfig) -> Fields:
+        return {"num_kv_shared_layers": model.shared_keys, "use_double_wide_mlp": model.double_mlp}
+
+
+@dataclass(frozen=True)
+class LayerEmbeddings:
+    """Gemma 4 E2B and E4B: each layer has an embedding of its own, for all tokens."""
+
+    def read(self, source: ConfigReader, fields: Fields) -> None:
+        tokens = source.take("vocab_size_per_layer_input", int, 262144)
+        fields["layer_embedding"] = source.take("hidden_size_per_layer_input", int, 256)
+        if fields["layer_embedding"] and tokens != fields["vocab_size"]:
+            source.problem(
+                "vocab_size_per_layer_input", f"is {tokens:,}, supported: vocab_size {fields['vocab_size']:,}"
+            )
+
+    def write(self, model: ModelConfig) -> Fields:
+        return {"hidden_size_per_layer_input": model.layer_embedding, "vocab_size_per_layer_input": model.vocab_size}
+
+
 _ONE_EXPERT: dict[str, Any] = {"moe.router": "sigmoid", "moe.renormalise": False, "moe.scale_inputs": True}
 
 MIXED: tuple[ConfigFamily, ...] = (
@@ -304,16 +332,7 @@ MIXED: tuple[ConfigFamily, ...] = (
         GEMMA_KIND
         | {"norm_place": "both", "qk_norm": "head", "v_norm": True, "attention_scale": 1.0, "layer_scale": True},
         (
-            Field("vocab_size", "vocab_size", int, 262144),
-            Field("hidden_size", "d_model", int, 2304),
-            Field("intermediate_size", "d_ff", int, 9216, lambda model: model.ff_size),
-            Field("num_hidden_layers", "n_layers", int, 30, most=MOST_LAYERS),
-            Field("num_attention_heads", "n_heads", int, 8),
-            Field("num_key_value_heads", "n_kv_heads", int, 4, lambda model: model.kv_heads),
-            Context(default=131072),
-            Field("rms_norm_eps", "norm_eps", float, 1e-6),
-            Field("tie_word_embeddings", "tied", bool, default=True),
-            HeadDim(256),
+            *gemma_sizes(262144, 30),
             LastIsFull(default=512, full_every=6),
             FullHeads(),
             ProportionalRope(),
@@ -322,11 +341,9 @@ MIXED: tuple[ConfigFamily, ...] = (
             NO_ATTENTION_BIAS,
             SoftCap("final_logit_softcapping", "logit_softcap", 0.0),
             Fixed("use_bidirectional_attention", (None, "vision"), None, "text is read causally"),
-            Fixed("num_kv_shared_layers", (0,), 0, "each layer has keys and values of its own, unlike E2B's and E4B's"),
-            Fixed("hidden_size_per_layer_input", (0,), 256, "without embeddings per layer, which E2B and E4B have"),
-            Written("use_double_wide_mlp", False),  # of layers that share keys and values
+            SharedLayers(),
+            LayerEmbeddings(),
         ),
-        harmless=frozenset({"vocab_size_per_layer_input"}),
         inside="text_config",
         inside_of="gemma4",
     ),
