@@ -69,7 +69,7 @@ def use_onednn(model: Transformer) -> int:
     for layer in layers:
         layer.multiply = linear
     for module in model.modules():
-        # Several threads divide the heads in torch's fused kernel, which then scales better than small products.
+        # Several threads scale better in torch's fused kernel, which divides the heads among them.
         if isinstance(module, CoreAttention) and torch.get_num_threads() == 1:
             module.scoring = replace(module.scoring, multiply=_multiply)
     return len(layers)
@@ -227,9 +227,9 @@ def gradient_of_weight(multiply: Multiply | GroupedProduct, gradient: Tensor, x:
     gradient, x, product = gradient.flatten(0, -2), x.flatten(0, -2), _kernel(multiply)
     if isinstance(product, ScaledProduct):
         return product.weight_gradient(gradient, x)
-    tokens, (outputs, inputs) = len(x), (gradient.shape[1], x.shape[1])
-    if product is _multiply and (tokens + outputs) * inputs < tokens * outputs:
-        # oneDNN's copies its first factor where that is transposed: here the smaller one, and the result.
+    fewer = x.numel() + gradient.shape[1] * x.shape[1] < gradient.numel()
+    if product is _multiply and fewer and gradient.is_contiguous():  # with gaps its second one would be slow
+        # oneDNN copies a transposed first factor: here the smaller one, and the result.
         return product(x.t(), gradient.t()).t().contiguous()
     return product(gradient.t(), x.t())
 
