@@ -227,10 +227,6 @@ def gradient_of_weight(multiply: Multiply | GroupedProduct, gradient: Tensor, x:
     gradient, x, product = gradient.flatten(0, -2), x.flatten(0, -2), _kernel(multiply)
     if isinstance(product, ScaledProduct):
         return product.weight_gradient(gradient, x)
-    fewer = x.numel() + gradient.shape[1] * x.shape[1] < gradient.numel()
-    if product is _multiply and fewer and gradient.is_contiguous():  # with gaps its second one would be slow
-        # oneDNN copies a transposed first factor: here the smaller one, and the result.
-        return product(x.t(), gradient.t()).t().contiguous()
     return product(gradient.t(), x.t())
 
 
