@@ -8,6 +8,7 @@ from functools import partial
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
@@ -540,3 +541,26 @@ def test_unequal_widths_equal_attention_by_whole_scores(width: int) -> None:
         torch.autograd.grad(blocked, make, given), torch.autograd.grad(whole, make, given), strict=True
     ):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-11)
+
+
+@pytest.mark.parametrize("kv_heads", [4, 2, 1])
+@pytest.mark.parametrize("kind", ["causal", "whole", "mask", "mask of each head"])
+def test_products_head_by_head_are_attention(monkeypatch, kv_heads, kind):
+    """As oneDNN does, in float64: runs that do not divide the tokens, and a query that sees nothing."""
+    monkeypatch.setattr(attention_blocks, "LEAST_PRODUCTS", (0, 0))
+    monkeypatch.setattr(attention_blocks, "PRODUCT_RUN", 5)
+    torch.manual_seed(kv_heads)
+    tokens, keys = 13, 13 if kind == "causal" else 17
+    q = torch.randn(2, tokens, 4, 6, dtype=torch.float64).transpose(1, 2)
+    k = torch.randn(2, keys, kv_heads, 6, dtype=torch.float64).transpose(1, 2)
+    v = torch.randn(2, keys, kv_heads, 3, dtype=torch.float64).transpose(1, 2)
+    gradient = torch.randn(2, 4, tokens, 3, dtype=torch.float64)
+    mask = torch.rand(2, 4 if kind.endswith("head") else 1, tokens, keys) < 0.5
+    mask[:, :, 2] = False
+    seen = Seen(causal=kind == "causal", mask=mask if kind.startswith("mask") else None)
+    expected = attend(q, k, v, seen)
+    found = attend(q, k, v, seen, Scoring(multiply=F.linear))
+    of_inputs = gradients(gradient, q, k, v, *expected, seen)
+    found += gradients(gradient, q, k, v, *expected, seen, Scoring(multiply=F.linear))
+    for each, other in zip((*expected, *of_inputs), found, strict=True):
+        torch.testing.assert_close(other, each, rtol=1e-12, atol=1e-12)

@@ -24,6 +24,16 @@ from phalanx.partition.derived import (
     written_stages,
 )
 
+
+def test_a_v_of_stages_gives_its_ranks_equal_layers():
+    model = ModelConfig(n_layers=6, d_model=64, n_heads=4, vocab_size=65)
+    cuts = {name: stages_of(model, Layout(pp=2, schedule=name), 4) for name in ("zb_v", "interleaved_1f1b")}
+    assert [len(stage) for stage in cuts["zb_v"]] == [2, 1, 2, 1]
+    assert [len(stage) for stage in cuts["interleaved_1f1b"]] == [1, 2, 2, 1]
+    written = stages_of(model, Layout(pp=2, schedule="zb_v", pp_cut="1+1+1+3"), 4)
+    assert [len(stage) for stage in written] == [1, 1, 1, 3]
+
+
 # Stages are cut where the slowest is as fast as it can be: held against every possible cut.
 
 

@@ -193,11 +193,11 @@ def stages(model: ModelConfig, layout: Layout) -> tuple[range, ...]:
         count = schedule_of(layout, 1).stages
     else:
         count = catalogue.stages(layout.schedule, layout.pp, layout.pp_chunks)
-    return _stages(model, count, layout.pp_cut)
+    return _stages(model, count, layout.pp_cut, layout.pp, layout.schedule)
 
 
 @lru_cache(4096)
-def _stages(model: ModelConfig, count: int, pp_cut: str) -> tuple[range, ...]:
+def _stages(model: ModelConfig, count: int, pp_cut: str, pp: int, schedule: str) -> tuple[range, ...]:
     from phalanx.partition.cut import stages_of
 
-    return stages_of(model, Layout(pp_cut=pp_cut), count)
+    return stages_of(model, Layout(pp=pp, pp_cut=pp_cut, schedule=schedule), count)

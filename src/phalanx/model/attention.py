@@ -395,7 +395,8 @@ class CoreAttention(nn.Module):
         causal = documents is None
         if seq != keys:  # in a compiled graph a branch is decided, where a comparison's result would be a symbol
             causal = False
-        if causal and v.shape[-1] != q.shape[-1] and not _takes_unequal_heads(q, v):
+        unequal = v.shape[-1] != q.shape[-1] and not _takes_unequal_heads(q, v)
+        if causal and (unequal or self.scoring.by_products(q, k)):
             plain = False
         if plain and (causal or (seq < keys and not torch.is_grad_enabled())):
             # torch's is_causal would align the first query with the first key. One query sees all keys.

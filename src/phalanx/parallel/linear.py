@@ -8,7 +8,7 @@ with AVX-512 oneDNN makes a whole training step 1.5 times faster (benchmarks/res
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from phalanx.model.attention import CoreAttention
 from phalanx.model.layers import Linear, Multiply, uncompiled
 from phalanx.model.moe import GroupedLinear, GroupedProduct, Router
 from phalanx.model.transformer import Head, Transformer
@@ -62,10 +63,15 @@ def onednn_is_faster(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def use_onednn(model: Transformer) -> int:
-    """Makes every linear layer of `model` and its head multiply through oneDNN. Returns the number of layers."""
+    """Makes every linear layer of `model`, its head and its attention multiply through oneDNN. Returns the number of
+    layers."""
     layers = [module for module in model.modules() if isinstance(module, (Linear, Head))]
     for layer in layers:
         layer.multiply = linear
+    for module in model.modules():
+        # Several threads scale better in torch's fused kernel, which divides the heads among them.
+        if isinstance(module, CoreAttention) and torch.get_num_threads() == 1:
+            module.scoring = replace(module.scoring, multiply=_multiply)
     return len(layers)
 
 

@@ -21,6 +21,7 @@ from phalanx.config.layout import Layout
 from phalanx.config.model import ModelConfig
 from phalanx.errors import JobError
 from phalanx.partition.derived import ranges, written_stages
+from phalanx.schedule import catalogue
 
 Floats = NDArray[np.float64]
 Places = NDArray[np.intp]
@@ -60,7 +61,12 @@ def stages_of(model: ModelConfig, layout: Layout, stages: int, vocab: int | None
         return written_stages(layout.pp_cut, stages, model.n_layers, model.together)
     costs = layer_costs(model, vocab)
     own = model.n_layers - model.together
-    *early, last = cut([*costs.layers[:own], sum(costs.layers[own:])], stages, costs.first, costs.last)
+    units = LayerCosts([*costs.layers[:own], sum(costs.layers[own:])], costs.first, costs.last)
+    found = cut(units.layers, stages, units.first, units.last)
+    entry = catalogue.SCHEDULES.get(layout.schedule)
+    if entry is not None and entry.placement == "V" and stages == 2 * layout.pp:
+        found = _evened(found, units)
+    *early, last = found
     return *early, range(last.start, model.n_layers)
 
 
@@ -97,6 +103,27 @@ def cut_by(cost: StageCost, stages: int, layers: int) -> tuple[range, ...]:
         return ()
     _, sizes = _best(cost, stages, room, slowest * (1 + ROUNDING), squares=True)
     return ranges(sizes)
+
+
+def _evened(stages: tuple[range, ...], costs: LayerCosts) -> tuple[range, ...]:
+    """Returns stages whose slowest rank costs least if rank r holds stages r and -1 - r, with layers of equal cost;
+    `stages` where that is no better. A V of 1 + 2 + 2 + 1 layers would have two on one rank and four on the other."""
+    ranks, mean = len(stages) // 2, sum(costs.layers) / len(costs.layers)
+
+    def cost(rank: int, begins: Places, ends: Places) -> Floats:
+        both = (ends - begins) * mean + (costs.first + costs.last if rank == 0 else 0)
+        return np.where(ends - begins < 2, inf, both)
+
+    def slowest(cut: Sequence[range]) -> float:
+        each = stage_costs(cut, costs)
+        return max(early + late for early, late in zip(each[:ranks], reversed(each), strict=False))
+
+    counts = [len(layers) for layers in cut_by(cost, ranks, len(costs.layers))]
+    # The first rank also has the head, in its second stage.
+    early = [count - count // 2 if rank == 0 else count // 2 for rank, count in enumerate(counts)]
+    late = [count - first for count, first in zip(counts, early, strict=True)]
+    evened = ranges([*early, *reversed(late)])
+    return evened if counts and slowest(evened) < slowest(stages) * (1 - ROUNDING) else stages
 
 
 def stage_costs(stages: Sequence[range], costs: LayerCosts) -> list[float]:
