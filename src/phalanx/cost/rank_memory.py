@@ -442,7 +442,7 @@ class RankParts:
         counted already, also those of ZeRO-3 that are `unsent`. `modules`: of modules for further tokens alone."""
         found = (self._backward(runs, gradients, unsent=unsent, modules=modules) for runs in self.runs)
         inside, fetched = max(found, key=sum)
-        return inside, self.step.gathered + self.between + fetched
+        return inside - self.step.gathered, self.step.gathered + self.between + fetched
 
     def _backward(
         self, held: Sequence[BlockRun], gradients: bool, *, unsent: bool, modules: bool
@@ -466,11 +466,14 @@ class RankParts:
                 run.block.deferred - (0 if run.leaves else run.block.kept) for run in held for _ in range(run.many)
             ]
             moved = max((run.block.kept for run in held if run.leaves), default=0.0)
+            moved += self._deferred_head() if self.last and held is self.runs[-1] else 0.0
             return inside + max(0.0, sum(grown[1:])) + moved, max(map(moving, range(len(blocks))))
         adds = gradients and not self.memory_profile.gradients_stay and not gathers_parameters(self.layout)
         # Of gradients in flat buckets one bucket is counted already.
         bucket = 0.0 if self.layout.zero == 2 and self.layout.shard_ranks > 1 else self.bucket()
         alone = not gradients and not bucket and not self.formulas.offloads
+        if not gradients and self.last and held is self.runs[-1]:
+            arrived = 0.0 if self.formulas.offloads and self.layout.pp == 1 else self.head_gradient()
         before = [*held[-2::-1], None]
         for (block, many, _, leaves), later in zip(reversed(held), before, strict=True):
             inside, stream = block.backward
@@ -481,7 +484,7 @@ class RankParts:
             # Between them bytes grow or shrink evenly.
             for number in sorted({*range(min(many, 2)), *range(max(0, many - 1 - self.ahead), many)}):
                 here = inside + stream - given_up - number * released + max(0.0, arrived + number * gained - bucket)
-                here += block.kept * leaves - (self.step.gathered if first + number else 0)
+                here += block.kept * leaves
                 if number + 1 < many:
                     here += block.kept * leaves
                 elif later and later.leaves:
