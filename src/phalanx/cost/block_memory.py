@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from phalanx.blocks.feed_forward import hidden_bytes, routed_rows
 from phalanx.blocks.kinds import HALVES, BlockKind, block, half_block
-from phalanx.blocks.operator import Operator, Place, SavedTensor, place_of
+from phalanx.blocks.operator import Half, Operator, Place, SavedTensor, place_of
 from phalanx.blocks.residual import A, is_adapter, norm_backward, norm_saved, saved_input
 from phalanx.config.precision import SCALED
 from phalanx.cost.held import BlockParameters, LayerKind, block_parameters
@@ -59,7 +59,7 @@ def backward_moments(place: Place, kind: LayerKind, *, splits: bool = False) -> 
     gives up what it has saved, but with deferred weight gradients (`splits`) not what these need. The gradient of the
     residual stream is left out, but for what sequence parallelism gathers of it."""
     model, scale, tokens = place.model, place.width / place.slices, place.tokens / place.slices
-    operators = [(each, half) for half in HALVES[::-1] for each in half_block(place, kind.block, half)[::-1]]
+    operators = [(each, half) for half in HALVES[::-1] for each in _backward_order(place, kind.block, half)]
     held = _held(place, [each for each, _ in operators], kind.recompute)
     whole = place.hidden * scale if place.token_share > 1 else 0.0
     branch = place.hidden * scale / place.token_share if model.norms_outputs or model.dropout else 0.0
@@ -115,6 +115,16 @@ def backward_moments(place: Place, kind: LayerKind, *, splits: bool = False) -> 
             found.append(Moment(here + max(arriving, needed), own, arrived + own))
         arrived, adapted = arrived + own, operator.name.endswith(A)
     return tuple(found)
+
+
+def _backward_order(place: Place, kind: BlockKind, half: Half) -> Sequence[Operator]:
+    """Returns the operators of a half of a block in the order of its backward pass. Where tensor ranks hold whole
+    experts, shared ones come before the rows' gradients go back."""
+    found = half_block(place, kind, half)[::-1]
+    if not place.folds:
+        return found
+    places = {"dispatch": 2, "router": 3, "mlp_norm": 4}
+    return sorted(found, key=lambda each: 1 if each.name.startswith("shared.") else places.get(each.name, 0))
 
 
 def _held(place: Place, operators: Sequence[Operator], mode: Mode) -> list[_Held]:
@@ -286,10 +296,8 @@ class BlockBytes:
         self.adding = again + max(each.size + each.own * width for each in moments)
         """Bytes inside the block where gradients are added to those of earlier micro-batches one by one."""
         alone = again + max(each.size for each in moments)
-        # What is computed again ends with an output that nothing needs.
-        outputs = 2 if kind.recompute == "full" else 1
         inside = self.first if gathers_parameters(layout) and not adds else alone
-        self.backward = inside, outputs * step.stream / step.share
+        self.backward = inside, step.stream / step.share
         """Bytes of the backward pass besides what is kept: inside the block, and of its residual stream."""
 
     def kept_of(self, slices: int) -> float:

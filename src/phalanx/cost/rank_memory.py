@@ -362,6 +362,18 @@ class RankParts:
         # On their way to the host one bucket is summed while the next is filled.
         return min(whole, (2 if self.formulas.offloads else 1) * bucket_bytes(layout))
 
+    def sent(self) -> tuple[float, float]:
+        """Returns the bytes of gradients at the end of the last backward pass, when all buckets of ZeRO-1 or 2 are on
+        their way, with their shards, and those of copies that a collective has of them."""
+        layout, each = self.layout, self.formulas.gradient
+        if layout.shard_ranks == 1 or gathers_parameters(layout) or self.formulas.offloads:
+            return 0.0, 0.0
+        copied = sum(trained for _, trained, ranks in self.shards if ranks > 1) * each
+        shards = sum(trained / ranks for _, trained, ranks in self.shards if ranks > 1) * each * (layout.zero == 2)
+        several = 1 + (layout.accumulate == "sharded" and self.step.spec.batch.accumulation > 1)
+        whole = sum(trained for _, trained, _ in self.shards) * each
+        return whole + several * shards, copied * self.memory_profile.copies_sums
+
     def _runs(self, held: Sequence[tuple[LayerKind, int]], stage: int) -> list[BlockRun]:
         """Returns the blocks of a stage as runs, those first whose activations leave the device."""
         leaving = len(offloaded_layers(self.layout, self.step.cut[stage]))
@@ -515,10 +527,13 @@ class RankParts:
         """Returns the bytes of ZeRO-3's whole blocks in the loss, and once its backward pass comes to the blocks."""
         if not (blocks := self._blocks(self.runs[-1])):
             return 0.0, 0.0
+        if self.memory_profile.saves_slopes:
+            whole = self._fetched(blocks, 0, 0)
+            stays = self.formulas.keeps_whole(self.layout.pp, reshard=self.layout.reshard)
+            return whole * stays, whole
+        # Programs with another loss were measured with the last block, and with its gradients.
         first, fetched = (self._fetched(blocks, 0, ahead) for ahead in (0, self.ahead))
-        # Programs with another loss were measured with a block's gradients besides.
-        passing = 0.0 if self.memory_profile.saves_slopes else self._passing(blocks[0], unsent=False)
-        return first, fetched + max(0.0, passing - blocks[0].kept)
+        return first, fetched + max(0.0, self._passing(blocks[0], unsent=False) - blocks[0].kept)
 
     def _passing(self, block: BlockBytes, *, unsent: bool) -> float:
         """Returns the bytes of a ZeRO-3 block's gradients on the way."""
@@ -767,6 +782,8 @@ def _fullest(step: StepParts, flight: Flight) -> RankMemory:
         ("backward", early, kept + again, rank.waiting_logits(further=0) + summed, moving + whole),
         ("loss", early, kept + hidden, logits + waiting, forward + rank.between),
     ]
+    gradients, copies = rank.sent()
+    moments.append(("backward", gradients, 0.0, 0.0, copies))
     if rank.last and rank.model.mtp:  # their backward pass comes before that of the main loss, whose logits are there
         again, moving = rank.backward(stays or state.unsent > 0, unsent=unsent, modules=True)
         moments.append(("backward", early, kept + again, waiting + summed, moving + whole))
