@@ -132,9 +132,13 @@ def _held(place: Place, operators: Sequence[Operator], mode: Mode) -> list[_Held
     recompute=mlp repeats of an MLP with it; all else is there from the start."""
     shares, found, tokens = _shares(place), list[_Held](), place.tokens / place.slices
     core = next((number for number, each in enumerate(operators) if each.core), 0)
-    # Where the outputs of norms come back.
+    # Where the outputs of norms come back; rows that other ranks have sent stay.
     ends = ".down", ".up", "qkv", "wkv_a", "index_k"
-    reads = [number for number, each in enumerate(operators) if each.name.endswith(ends[mode != "mlp" :])]
+    reads = [
+        number
+        for number, each in enumerate(operators)
+        if each.name.endswith(ends[mode != "mlp" :]) and not (place.ep > 1 and each.name.startswith("experts."))
+    ]
     for number, operator in enumerate(operators):
         for tensor in operator.saved:
             size = tokens * tensor.size / shares[tensor.cut]
@@ -142,7 +146,7 @@ def _held(place: Place, operators: Sequence[Operator], mode: Mode) -> list[_Held
             first = last = core if tensor.operator in _BY_CORE and core < number else number
             if mode not in ("products", "mlp"):
                 kept, first = size, 0
-            elif kept < size and first == number:
+            elif kept < size and first == number and tensor.operator not in _HIDDEN:
                 first = min(next((each for each in reads if (each > core) == (number > core)), number), number)
             if tensor.operator in _HIDDEN:
                 down = f"{tensor.operator}.down" if tensor.operator == "mlp" else f"moe.{tensor.operator}.down"
@@ -296,7 +300,7 @@ class BlockBytes:
         self.adding = again + max(each.size + each.own * width for each in moments)
         """Bytes inside the block where gradients are added to those of earlier micro-batches one by one."""
         alone = again + max(each.size for each in moments)
-        inside = self.first if gathers_parameters(layout) and not adds else alone
+        inside = alone if not gathers_parameters(layout) else self.adding if adds else self.first
         self.backward = inside, step.stream / step.share
         """Bytes of the backward pass besides what is kept: inside the block, and of its residual stream."""
 

@@ -484,8 +484,12 @@ class RankParts:
         # Of gradients in flat buckets one bucket is counted already.
         bucket = 0.0 if self.layout.zero == 2 and self.layout.shard_ranks > 1 else self.bucket()
         alone = not gradients and not bucket and not self.formulas.offloads
-        if not gradients and self.last and held is self.runs[-1]:
-            arrived = 0.0 if self.formulas.offloads and self.layout.pp == 1 else self.head_gradient()
+        head = 0.0
+        if self.last and held is self.runs[-1]:
+            if not gradients:
+                arrived = 0.0 if self.formulas.offloads and self.layout.pp == 1 else self.head_gradient()
+            elif self.model.tied and self.first and not self.model.freezes and (unsent or not self.units):
+                head = table(self.model, self.layout.tp) * self.width  # waits for that of the embedding
         before = [*held[-2::-1], None]
         for (block, many, _, leaves), later in zip(reversed(held), before, strict=True):
             inside, stream = block.backward
@@ -496,6 +500,7 @@ class RankParts:
             # Between them bytes grow or shrink evenly.
             for number in sorted({*range(min(many, 2)), *range(max(0, many - 1 - self.ahead), many)}):
                 here = inside + stream - given_up - number * released + max(0.0, arrived + number * gained - bucket)
+                here += head
                 here += block.kept * leaves
                 if number + 1 < many:
                     here += block.kept * leaves
