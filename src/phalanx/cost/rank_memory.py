@@ -70,6 +70,11 @@ class StateBytes(NamedTuple):
     unsent: Any
     """Unsharded gradients that are there all the time: those that wait for the last micro-batch before ZeRO-2 or 3
     sends them, and those of buckets that keep their memory."""
+    sent: Any
+    """At the end of the last backward pass, when all buckets of ZeRO-1 or 2 are on their way: gradients, their shards,
+    and copies that a collective has of them."""
+    beside: int
+    """Whether buckets are filled beside shards of earlier micro-batches' sums (ZeRO-2)."""
     left: Any
     """Gradients on the device when the optimizer begins."""
     copied: Any
@@ -86,13 +91,14 @@ class StateBytes(NamedTuple):
         return self.parameters + self.optimizer
 
     def early(self, stays: Any, bucket: Any = 0.0) -> Any:
-        """Returns the bytes of gradients in the passes: all of them where `stays`, else those of a `bucket`."""
-        return larger(self.unsent, self.gradients * stays + bucket * (1 - stays))
+        """Returns the bytes of gradients in the passes: all of them where `stays`, else those of a `bucket`, and both
+        where shards stay beside buckets that are filled."""
+        return larger(self.unsent, self.gradients * stays + bucket * (1 - stays * (1 - self.beside)))
 
     def fullest(self, early: Any, activations: Any, whole: Any) -> Any:
         """Returns the bytes at the fullest moment of a step beside the context: in the passes `early` gradients,
         activations and what is `whole` for a moment are there; in the optimizer's step all gradients and copies."""
-        return self.held + larger(early + activations + whole, self.stepping)
+        return self.held + larger(larger(early + activations + whole, self.sent), self.stepping)
 
 
 class MemoryFormulas:
@@ -155,7 +161,14 @@ class MemoryFormulas:
             parameters = parameters + numbers * (each[0] * versions)
             gradients = gradients + trained * (each[1] * waiting + self.profile.passing_gradient_bytes)
             optimizer = optimizer + trained * each[2]
-        unsent = 0.0
+        unsent = sent = 0.0
+        if zero in (1, 2) and self.profile.keeps_buckets and not self.offloads:
+            _, trained, ranks = zip(*shards, strict=True)
+            several = (zero == 2) * (1 + (micro_batches > 1) * (accumulate == "sharded"))
+            parts = (
+                n * (r > 1) * (self.profile.copies_sums + several / r) for n, r in zip(trained, ranks, strict=True)
+            )
+            sent = self.gradient * (sum(parts) + sum(trained) * (ranks[0] > 1))
         if zero > 1 and accumulate == "local" and not self.profile.reduces_each:
             # With those of dense parameters, the first of `shards`, also those of experts that no rank shares.
             _, trained, ranks = zip(*shards, strict=True)
@@ -168,7 +181,7 @@ class MemoryFormulas:
         # are offloaded, too.
         stay = shared * (zero == 3) * (self.resident > 0) if self.offloads else 1
         copied = self.copied(shards, data_ranks)
-        return StateBytes(parameters, gradients, optimizer, unsent, gradients * stay, copied)
+        return StateBytes(parameters, gradients, optimizer, unsent, sent, int(zero == 2), gradients * stay, copied)
 
     def beside(self, shards: Shards) -> tuple[Any, Any]:
         """Returns the bytes in host memory and on disk of an offloaded optimizer: its state with its own parameters,
@@ -361,18 +374,6 @@ class RankParts:
         whole = sum(trained for _, trained, _ in self.shards) * self.formulas.gradient
         # On their way to the host one bucket is summed while the next is filled.
         return min(whole, (2 if self.formulas.offloads else 1) * bucket_bytes(layout))
-
-    def sent(self) -> tuple[float, float]:
-        """Returns the bytes of gradients at the end of the last backward pass, when all buckets of ZeRO-1 or 2 are on
-        their way, with their shards, and those of copies that a collective has of them."""
-        layout, each = self.layout, self.formulas.gradient
-        if layout.shard_ranks == 1 or gathers_parameters(layout) or self.formulas.offloads:
-            return 0.0, 0.0
-        copied = sum(trained for _, trained, ranks in self.shards if ranks > 1) * each
-        shards = sum(trained / ranks for _, trained, ranks in self.shards if ranks > 1) * each * (layout.zero == 2)
-        several = 1 + (layout.accumulate == "sharded" and self.step.spec.batch.accumulation > 1)
-        whole = sum(trained for _, trained, _ in self.shards) * each
-        return whole + several * shards, copied * self.memory_profile.copies_sums
 
     def _runs(self, held: Sequence[tuple[LayerKind, int]], stage: int) -> list[BlockRun]:
         """Returns the blocks of a stage as runs, those first whose activations leave the device."""
@@ -778,7 +779,8 @@ def _fullest(step: StepParts, flight: Flight) -> RankMemory:
     passes = step.spec.batch.accumulation * len(flight.held)
     updates_each = stashes(step.spec.layout)
     stays = step.formulas.stays(passes, max(map(sum, flight.most))) and not updates_each
-    early = state.early(stays, rank.bucket())
+    bucket = rank.bucket()
+    early = state.early(stays, bucket)
     again, moving = rank.backward(stays or state.unsent > 0, unsent=unsent)
     host, disk = step.formulas.beside(rank.shards)
     # Losses in chunks that wait for their backward pass have one gradient of the head.
@@ -787,8 +789,7 @@ def _fullest(step: StepParts, flight: Flight) -> RankMemory:
         ("backward", early, kept + again, rank.waiting_logits(further=0) + summed, moving + whole),
         ("loss", early, kept + hidden, logits + waiting, forward + rank.between),
     ]
-    gradients, copies = rank.sent()
-    moments.append(("backward", gradients, 0.0, 0.0, copies))
+    moments.append(("backward", state.sent, 0.0, 0.0, 0.0))
     if rank.last and rank.model.mtp:  # their backward pass comes before that of the main loss, whose logits are there
         again, moving = rank.backward(stays or state.unsent > 0, unsent=unsent, modules=True)
         moments.append(("backward", early, kept + again, waiting + summed, moving + whole))
@@ -797,7 +798,7 @@ def _fullest(step: StepParts, flight: Flight) -> RankMemory:
         moments.append(
             (
                 "backward",
-                state.early(True),
+                state.early(True, bucket),
                 rank.kept(flight.later)[0] + again,
                 rank.waiting_logits(later=True),
                 moving + whole,
