@@ -284,6 +284,8 @@ class BlockBytes:
         )
         self.parameters: BlockParameters = block_parameters(model, layout, kind.block)
         whole_place = place._replace(profile=replace(memory_profile, repeats=())) if memory_profile.repeats else place
+        if kind.recompute == "full":  # what it gathers once more, it has until the backward pass has been
+            whole_place = whole_place._replace(sp_regather=False)
         parts, every = (
             [size for _, size in saved(*one)] for one in ((place, kind), (whole_place, kind._replace(recompute="none")))
         )
@@ -293,7 +295,7 @@ class BlockBytes:
         """Bytes that wait for the weights' gradients where these are put off."""
         again = 0.0 if kind.recompute in ("products", "mlp") else max(0.0, whole - self.kept) / step.slices
         adds = step.spec.batch.accumulation > 1 and layout.accumulate == "local"
-        batch = place._replace(sequences=step.spec.batch.micro_batch, documents=step.spec.document_mask)
+        batch = whole_place._replace(sequences=step.spec.batch.micro_batch, documents=step.spec.document_mask)
         moments = backward_moments(batch, kind, splits=step.splits)
         self.first = again + max(each.size + each.arrived * width for each in moments)
         """Bytes inside the block whose gradients are the first."""

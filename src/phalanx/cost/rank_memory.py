@@ -181,7 +181,8 @@ class MemoryFormulas:
         # are offloaded, too.
         stay = shared * (zero == 3) * (self.resident > 0) if self.offloads else 1
         copied = self.copied(shards, data_ranks)
-        return StateBytes(parameters, gradients, optimizer, unsent, sent, int(zero == 2), gradients * stay, copied)
+        beside = int(zero == 2 and accumulate == "sharded" and self.profile.keeps_buckets)
+        return StateBytes(parameters, gradients, optimizer, unsent, sent, beside, gradients * stay, copied)
 
     def beside(self, shards: Shards) -> tuple[Any, Any]:
         """Returns the bytes in host memory and on disk of an offloaded optimizer: its state with its own parameters,
@@ -218,6 +219,11 @@ class MemoryFormulas:
     def buffer(self, data_ranks: Any) -> Any:
         """Returns the bytes of the buffer from which gradients are reduced over data and context-parallel ranks."""
         return (data_ranks > 1) * (self.profile.bucket_numbers * self.gradient)
+
+    def bucket(self, shards: Shards, data_ranks: Any, layout: Layout) -> Any:
+        """Returns the bytes of a bucket; on their way to the host one is summed while the next is filled."""
+        whole = sum(trained for _, trained, _ in shards) * self.gradient
+        return (data_ranks > 1) * smaller(whole, (2 if self.offloads else 1) * bucket_bytes(layout))
 
     def keeps_whole(self, pp: int, *, reshard: bool) -> bool:
         """Returns whether ZeRO-3 has all of a rank's blocks whole at once."""
@@ -364,16 +370,17 @@ class RankParts:
         whole = matrix_work(self.step.spec, tuple(self.of_kind.items()), (self.first, self.last))
         temporary = max((each.most_elements for each in whole), default=0) * max(4, self.width)
         kept, used = compression_bytes(self.model, self.layout, self.shards, self.formulas.gradient)
+        if self.memory_profile.keeps_buckets and self.formulas.gradient < 4 and self.present:
+            # Norms are summed in fp32, one gradient after the other.
+            largest = max(table(self.model, self.layout.tp), *(kind.parameters.largest for kind in self.present))
+            used = max(used, 4 * largest / (self.shards[0][2] if self.layout.zero else 1))
         return found._replace(optimizer=found.optimizer + kept, copied=max(found.copied + temporary, used))
 
     def bucket(self) -> float:
         """Returns the bytes of the first bucket; without any, gradients arrive one by one as activations are freed."""
-        layout = self.layout
-        if self.step.data_ranks == 1 or gathers_parameters(layout):
+        if gathers_parameters(self.layout):
             return 0
-        whole = sum(trained for _, trained, _ in self.shards) * self.formulas.gradient
-        # On their way to the host one bucket is summed while the next is filled.
-        return min(whole, (2 if self.formulas.offloads else 1) * bucket_bytes(layout))
+        return self.formulas.bucket(self.shards, self.step.data_ranks, self.layout)
 
     def _runs(self, held: Sequence[tuple[LayerKind, int]], stage: int) -> list[BlockRun]:
         """Returns the blocks of a stage as runs, those first whose activations leave the device."""

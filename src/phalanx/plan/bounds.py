@@ -118,7 +118,10 @@ class StepBytes:
                 layout = replace(self.tables.space.base, pp=self.pp, accumulate=accumulate)
                 sent = self.formulas.sent_last(self._outside(reshard), self.m, layout)
                 whole = whole + sent * self.group.shared
-        return found.fullest(found.early(self._stays), activations, whole).max(0)
+        bucket = 0.0
+        if zero < 3:
+            bucket = self.formulas.bucket(self.shards, self.group.data_ranks, self.tables.space.base)
+        return found.fullest(found.early(self._stays, bucket), activations, whole).max(0)
 
     def _state(self, zero: int, accumulate: str) -> StateBytes:
         key, group = (zero, accumulate if zero > 1 else ""), self.group
