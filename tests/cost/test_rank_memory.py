@@ -32,9 +32,10 @@ from phalanx.cost.memory_profiles import (
     MemoryProfile,
 )
 from phalanx.cost.prediction import predict
-from phalanx.cost.rank_memory import RankMemory, by_stage, step_memory
-from phalanx.cost.rank_memory import state_bytes as predicted_state
+from phalanx.cost.rank_memory import RankMemory, step_memory
 from phalanx.cost.spec import Framework, StepSpec
+from phalanx.cost.state_formulas import by_stage
+from phalanx.cost.state_formulas import state_bytes as predicted_state
 from phalanx.errors import JobError
 from phalanx.partition import derived as batch
 from phalanx.partition.derived import even

@@ -65,7 +65,7 @@ def backward_moments(place: Place, kind: LayerKind, *, splits: bool = False) -> 
     branch = place.hidden * scale / place.token_share if model.norms_outputs or model.dropout else 0.0
     live, found, last_half = -sum(each.kept for each in held), list[Moment](), ""
     waiting = arriving = 0.0  # gradients that wait for others of the same tensor, and those that come to an operator
-    arrived = adapted = 0
+    arrived, adapted, both = 0, 0, 0.0
     for number, (operator, half) in enumerate(operators):
         if half != last_half:
             waiting, last_half, arriving = arriving * model.parallel_block, half, whole + branch

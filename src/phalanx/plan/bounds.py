@@ -26,8 +26,9 @@ from phalanx.cost.exposed import (
     pass_seconds,
 )
 from phalanx.cost.held import expert_ranks
-from phalanx.cost.rank_memory import StateBytes, overfull
+from phalanx.cost.rank_memory import overfull
 from phalanx.cost.rank_time import HOST_OPS, handling_seconds, starts_again
+from phalanx.cost.state_formulas import StateBytes
 from phalanx.cost.step_state import clip_bytes, summing_seconds, update_seconds
 from phalanx.partition.derived import is_offloaded, slices_of, splits_backward
 from phalanx.plan.space import RECOMPUTE, STATES, PlanRequest, Rows, Scheduled, Space
@@ -154,7 +155,7 @@ class StepBytes:
                 for share in group.shares
             ]
             each = self.formulas.width * group.shared
-            numbers = np.stack(blocks) * each
+            numbers: Floats = np.stack(blocks) * np.asarray(each, float)
             activations = self.activations if every else self._activations(numbers)
             self.whole[reshard] = numbers + self._outside(reshard) * each, activations
         return self.whole[reshard]

@@ -33,9 +33,10 @@ from phalanx.cost.held import (
     parameter_counts,
 )
 from phalanx.cost.job_spec import stages
-from phalanx.cost.rank_memory import RankParts, Shards, StepParts
+from phalanx.cost.rank_memory import RankParts, StepParts
 from phalanx.cost.rank_time import around_time, half_times
 from phalanx.cost.spec import StepSpec
+from phalanx.cost.state_formulas import Shards
 from phalanx.cost.step_state import conversion_seconds, costs_of, groups, near_of, wire_widths
 from phalanx.partition.derived import Batch, is_file, schedule_of
 from phalanx.plan.space import RECOMPUTE, PlanRequest, Scheduled, Space
