@@ -65,7 +65,7 @@ def backward_moments(place: Place, kind: LayerKind, *, splits: bool = False) -> 
     branch = place.hidden * scale / place.token_share if model.norms_outputs or model.dropout else 0.0
     live, found, last_half = -sum(each.kept for each in held), list[Moment](), ""
     waiting = arriving = 0.0  # gradients that wait for others of the same tensor, and those that come to an operator
-    arrived, adapted, both = 0, 0, 0.0
+    arrived, adapted, both, rows = 0, 0, 0.0, 0.0
     for number, (operator, half) in enumerate(operators):
         if half != last_half:
             waiting, last_half, arriving = arriving * model.parallel_block, half, whole + branch
@@ -82,6 +82,10 @@ def backward_moments(place: Place, kind: LayerKind, *, splits: bool = False) -> 
             outputs, inputs, done = row * sum(shape[-2] for shape in shapes), row * shapes[0][-1], 0
             if matrices[0].cut != "columns" or matrices[0].routed:
                 arriving = outputs
+            elif operator.name == "shared.down" and place.folds:  # rows' gradients are sent back meanwhile
+                both = 2 * rows
+                waiting, here = waiting + both, here + both
+                arriving = whole + branch
             elif operator.name == "shared.down":
                 waiting += both
                 here += both - arriving * bool(both)
@@ -105,7 +109,9 @@ def backward_moments(place: Place, kind: LayerKind, *, splits: bool = False) -> 
             arriving = inputs
         elif operator.name in ("combine", "dispatch"):
             rows = routed_rows(place) * (model.moe.latent or model.d_model) * scale / place.routed_share
-            if operator.name == "combine":
+            if operator.name == "dispatch":
+                waiting -= both * place.folds
+            else:
                 waiting += (arriving if model.moe.n_shared else 0.0) - both
             found.append(Moment(here + rows + arriving, 0, arrived))
             arriving = rows

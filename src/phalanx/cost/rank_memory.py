@@ -317,7 +317,12 @@ class RankParts:
         if not self.units:
             return 0.0
         waits = self.layout.accumulate == "sharded" or self.layout.dp_replicate > 1
-        found = self.formulas.passing(self.units[block.kind.block], waits=waits)
+        held = self.units[block.kind.block]
+        found = self.formulas.passing(held, waits=waits)
+        if self.layout.ep > 1 and not waits:  # experts' are sent before, on their own: their copy has gone
+            found -= self.deals_out * block.parameters.trained_experts * self.width
+        if self.formulas.offloads and self.layout.pp == 1:  # with its shard, which leaves with the next one
+            found += held.trained / self.layout.shard_ranks * self.formulas.gradient
         if unsent and not self.deals_out:  # experts' are divided on their own, into a copy
             found += block.parameters.trained_experts * self.formulas.gradient
         return found
