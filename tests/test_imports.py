@@ -36,7 +36,7 @@ MOST_LINES = {
     "cli": 7530,
     "comm": 2170,
     "config": 7320,
-    "cost": 6950,
+    "cost": 6960,
     "data": 6810,
     "dryrun": 2345,
     "evaluate": 670,
