@@ -12,7 +12,7 @@ from phalanx.config.job import Optimizer
 from phalanx.config.model import ModelConfig
 from phalanx.cost.held import GatheredParameters, expert_ranks
 from phalanx.cost.memory_profiles import FSDP1, MEGATRON_DEEPSPEED, NEMO, PHALANX, TORCHTITAN
-from phalanx.cost.rank_memory import MemoryFormulas
+from phalanx.cost.state_formulas import MemoryFormulas
 from phalanx.optimizers.catalogue import OptimizerCosts, optimizer_costs
 
 FP32_GRADIENTS = replace(PHALANX, gradient_bytes=4, unbuffered_gradient_bytes=2)

@@ -386,6 +386,8 @@ class MemoryProfile(Hashed):
     it saves log-probabilities in fp32, or where it is fused, the logits."""
     keeps_buckets: bool = False
     """Whether buckets of gradients that are reduced whole (DDP, ZeRO-1) keep their memory from step to step."""
+    copies_sums: bool = False
+    """Whether a reduce-scatter has a copy of all that it sums (over gloo)."""
     reduces_each: bool = False
     """Whether ZeRO-2 and 3 reduce the gradients of every micro-batch, whatever the layout says."""
     whole_under_pp: bool = False

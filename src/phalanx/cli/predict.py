@@ -28,8 +28,8 @@ from phalanx.cost.frameworks import FRAMEWORKS, PHALANX, calibrated
 from phalanx.cost.job_spec import step_spec
 from phalanx.cost.money import Prices, amount, is_asked, run_cost, tokens_of
 from phalanx.cost.prediction import Prediction, predict
-from phalanx.cost.rank_memory import by_stage
 from phalanx.cost.spec import StepSpec
+from phalanx.cost.state_formulas import by_stage
 from phalanx.data.files import Progress, silent, stderr_progress
 from phalanx.data.settings import vocabulary_size
 from phalanx.echo import echo, terminal_columns

@@ -9,36 +9,158 @@ deviation (two bytes each) and attention's log-sum-exp (four bytes per head) are
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import lru_cache
-from operator import sub
 from typing import NamedTuple
 
-from phalanx.blocks.kinds import FEED_FORWARD, HALVES, BlockKind, block, half_block
-from phalanx.blocks.operator import Operator, Place, SavedTensor, place_of
-from phalanx.blocks.residual import norm_backward, norm_saved, saved_input
+from phalanx.blocks.feed_forward import hidden_bytes, routed_rows
+from phalanx.blocks.kinds import HALVES, BlockKind, block, half_block
+from phalanx.blocks.operator import Half, Operator, Place, SavedTensor, place_of
+from phalanx.blocks.residual import A, is_adapter, norm_backward, norm_saved, saved_input
 from phalanx.config.precision import SCALED
 from phalanx.cost.held import BlockParameters, LayerKind, block_parameters
 from phalanx.cost.spec import StepSpec
 from phalanx.partition.derived import Mode, gathers_parameters, slices_of, splits_backward
 
 
+class Moment(NamedTuple):
+    """A moment of the backward pass of a block."""
+
+    size: float
+    """Bytes of activations and of their gradients, less those that the block keeps for its backward pass."""
+    own: int
+    """Parameters whose gradients the operator at work has computed."""
+    arrived: int
+    """Parameters whose gradients the block has computed."""
+
+
+class _Held(NamedTuple):
+    """A saved tensor in bytes, and the numbers of operators, in the order of the backward pass: from the first one on
+    all of it is there, until after the last one."""
+
+    size: float
+    kept: float
+    """The part that is there all the time."""
+    first: int
+    last: int
+
+
+_HIDDEN = "mlp", "experts", "shared"
+"""Tensors between the matrices of an MLP: the last matrix reads one of them, its activation the others."""
+_BY_CORE = "queries", "keys, values", "keys", "values", "latents", "index queries", "index keys"
+"""Tensors that attention reads, and not the matrices that have written them."""
+
+
 @lru_cache(maxsize=4096)
-def workspace(place: Place, kind: BlockKind, *, splits: bool = False, gathers: bool = False) -> float:
-    """Returns the bytes that the backward pass of attention needs for a moment, of a micro-batch or of the last of its
-    slices, less those that the second half of the block has saved and released by then, all or with deferred weight
-    gradients (`splits`) all but what these need; 0 where fused kernels need none. With ZeRO-3 (`gathers`) the gradients
-    of the second half wait for those of the first, unless they are added to those of earlier micro-batches."""
-    needed = sum(operator.workspace for operator in half_block(place, kind, "attention"))
-    if not needed and not gathers:
-        return 0.0
-    second = half_block(place, kind, "feed_forward")
-    released = sum(tensor.size / _shares(place)[tensor.cut] for operator in second for tensor in operator.saved)
-    released -= _deferred(place, second) if splits else 0.0
-    weights = (weight for operator in second for weight in operator.weights if gathers and not weight.frozen)
-    needed += sum(weight.size_on(place.tp, place.ep_shard) for weight in weights) * place.width
-    return max(0.0, needed - place.tokens / place.slices * released)
+def backward_moments(place: Place, kind: LayerKind, *, splits: bool = False) -> tuple[Moment, ...]:
+    """Returns the moments of the backward pass of a block, operator by operator, of a micro-batch or of the last of its
+    slices. An operator has the gradient of its output, and one of its input for every matrix that reads it; then it
+    gives up what it has saved, but with deferred weight gradients (`splits`) not what these need. The gradient of the
+    residual stream is left out, but for what sequence parallelism gathers of it."""
+    model, scale, tokens = place.model, place.width / place.slices, place.tokens / place.slices
+    operators = [(each, half) for half in HALVES[::-1] for each in _backward_order(place, kind.block, half)]
+    held = _held(place, [each for each, _ in operators], kind.recompute)
+    whole = place.hidden * scale if place.token_share > 1 else 0.0
+    branch = place.hidden * scale / place.token_share if model.norms_outputs or model.dropout else 0.0
+    live, found, last_half = -sum(each.kept for each in held), list[Moment](), ""
+    waiting = arriving = 0.0  # gradients that wait for others of the same tensor, and those that come to an operator
+    arrived, adapted, both, rows = 0, 0, 0.0, 0.0
+    for number, (operator, half) in enumerate(operators):
+        if half != last_half:
+            waiting, last_half, arriving = arriving * model.parallel_block, half, whole + branch
+            both = arriving if kind.block.routed and model.moe.n_shared and not place.folds else 0.0
+        mine = [each for each in held if each.last >= number]
+        here = live + waiting + sum(each.size if each.first <= number else each.kept for each in mine)
+        own = sum(each.size_on(place.tp, place.ep_shard) for each in operator.weights if not each.frozen)
+        matrices = [each for each in operator.weights if each.is_matrix and not is_adapter(each.name)]
+        if matrices:
+            shapes = [each.shape_on(place.tp, place.ep_shard) for each in matrices]
+            row = operator.rows * scale
+            if matrices[0].routed:
+                row *= shapes[0][0] * (place.profile.imbalance if place.ep > 1 else 1)
+            outputs, inputs, done = row * sum(shape[-2] for shape in shapes), row * shapes[0][-1], 0
+            if matrices[0].cut != "columns" or matrices[0].routed:
+                arriving = outputs
+            elif operator.name == "shared.down" and place.folds:  # rows' gradients are sent back meanwhile
+                both = 2 * rows
+                waiting, here = waiting + both, here + both
+                arriving = whole + branch
+            elif operator.name == "shared.down":
+                waiting += both
+                here += both - arriving * bool(both)
+            if place.regathers and any(each.cut == "gathered" for each in operator.saved):
+                here += whole
+            # Beside an adapter's gradient and their sum.
+            for times, (weight, shape) in enumerate(zip(matrices, shapes, strict=True), 1 + adapted * (1 + splits)):
+                done += 0 if weight.frozen else weight.size_on(place.tp, place.ep_shard)
+                found.append(Moment(here + arriving + times * inputs, done, arrived + done))
+                arriving -= row * shape[-2] if len(shapes) > 1 else 0
+            if splits and not matrices[0].frozen:
+                live += outputs + inputs
+            arriving = inputs
+        elif operator.name.endswith(".activation"):
+            arriving *= 1 + model.gated
+            found.append(Moment(here + arriving * (1 + 1 / (1 + model.gated)), 0, arrived))
+        elif core := operator.core:
+            each = core.heads * core.head + core.kv_heads * (core.head + core.value_head)
+            inputs = core.sequences * core.queries * each * scale
+            found.append(Moment(here + max(operator.workspace, arriving + inputs), 0, arrived))
+            arriving = inputs
+        elif operator.name in ("combine", "dispatch"):
+            rows = routed_rows(place) * (model.moe.latent or model.d_model) * scale / place.routed_share
+            if operator.name == "dispatch":
+                waiting -= both * place.folds
+            else:
+                waiting += (arriving if model.moe.n_shared else 0.0) - both
+            found.append(Moment(here + rows + arriving, 0, arrived))
+            arriving = rows
+        elif operator.name.endswith("norm"):
+            needed = tokens * norm_backward(place, model.d_model) / place.token_share
+            needed -= sum(each.size for each in mine if each.first == each.last == number)
+            found.append(Moment(here + max(arriving, needed), own, arrived + own))
+        arrived, adapted = arrived + own, operator.name.endswith(A)
+    return tuple(found)
+
+
+def _backward_order(place: Place, kind: BlockKind, half: Half) -> Sequence[Operator]:
+    """Returns the operators of a half of a block in the order of its backward pass. Where tensor ranks hold whole
+    experts, shared ones come before the rows' gradients go back."""
+    found = half_block(place, kind, half)[::-1]
+    if not place.folds:
+        return found
+    places = {"dispatch": 2, "router": 3, "mlp_norm": 4}
+    return sorted(found, key=lambda each: 1 if each.name.startswith("shared.") else places.get(each.name, 0))
+
+
+def _held(place: Place, operators: Sequence[Operator], mode: Mode) -> list[_Held]:
+    """Returns what a block has saved. What recompute=products repeats comes back for the operator that needs it, what
+    recompute=mlp repeats of an MLP with it; all else is there from the start."""
+    shares, found, tokens = _shares(place), list[_Held](), place.tokens / place.slices
+    core = next((number for number, each in enumerate(operators) if each.core), 0)
+    # Where the outputs of norms come back; rows that other ranks have sent stay.
+    ends = ".down", ".up", "qkv", "wkv_a", "index_k"
+    reads = [
+        number
+        for number, each in enumerate(operators)
+        if each.name.endswith(ends[mode != "mlp" :]) and not (place.ep > 1 and each.name.startswith("experts."))
+    ]
+    for number, operator in enumerate(operators):
+        for tensor in operator.saved:
+            size = tokens * tensor.size / shares[tensor.cut]
+            kept = size - tokens * tensor.released(mode) / shares[tensor.cut]
+            first = last = core if tensor.operator in _BY_CORE and core < number else number
+            if mode not in ("products", "mlp"):
+                kept, first = size, 0
+            elif kept < size and first == number and tensor.operator not in _HIDDEN:
+                first = min(next((each for each in reads if (each > core) == (number > core)), number), number)
+            if tensor.operator in _HIDDEN:
+                down = f"{tensor.operator}.down" if tensor.operator == "mlp" else f"moe.{tensor.operator}.down"
+                part = size * saved_input(place, "feed_forward", down) / hidden_bytes(place, tensor.operator)
+                found.append(_Held(part, min(part, kept) if kept == size else 0.0, first, number))
+                size, kept, last = size - part, kept - part if kept == size else kept, number + 1
+            found.append(_Held(size, kept, first, last))
+    return found
 
 
 @lru_cache(maxsize=4096)
@@ -169,57 +291,27 @@ class BlockBytes:
         )
         self.parameters: BlockParameters = block_parameters(model, layout, kind.block)
         whole_place = place._replace(profile=replace(memory_profile, repeats=())) if memory_profile.repeats else place
+        if kind.recompute == "full":  # what it gathers once more, it has until the backward pass has been
+            whole_place = whole_place._replace(sp_regather=False)
         parts, every = (
             [size for _, size in saved(*one)] for one in ((place, kind), (whole_place, kind._replace(recompute="none")))
         )
         self.kept, whole = step.tokens * sum(parts), step.tokens * sum(every)
-        if kind.recompute == "products":  # each comes back when it is needed, and goes before the next
-            whole = self.kept + step.tokens * max(map(sub, every, parts), default=0.0)
-        elif kind.recompute == "mlp":  # what stands around the activation comes back with it
-            half = half_block(place, kind.block, "feed_forward")
-            mlp = {tensor.operator for operator in half if operator.name != "mlp_norm" for tensor in operator.saved}
-            again = [*map(sub, every, parts)]
-            together = sum(size for (name, _), size in zip(saved(place, kind), again, strict=True) if name in mlp)
-            whole = self.kept + step.tokens * max(together, *again)
         self.step, self.kind, self.place = step, kind, place
-        self.again = max(0.0, whole - self.kept) / step.slices
         self.deferred = step.tokens * deferred(place_of(model, layout, width=width), kind.block)
         """Bytes that wait for the weights' gradients where these are put off."""
-        # Gradients as wide as the MLP, of what its activation reads: that of what it wrote takes the place of what it
-        # wrote, which the last matrix does not need any longer, if it has saved it. Of experts also those of rows.
-        last = "moe.experts.down" if kind.block.routed else "mlp.down"
-        reads = saved_input(place, "feed_forward", last) > 0
-        # With deferred weight gradients it needs it still.
-        tensors = (2 if model.gated else 1) + (0 if reads and not step.splits else 1)
-        hidden = FEED_FORWARD[kind.block.feed_forward].width(model) / layout.tp
-        rows = model.moe.top_k * (memory_profile.imbalance if layout.ep > 1 else 1) if kind.block.routed else 1
-        within = wide = rows * hidden * tensors
-        if kind.block.routed:
-            spread = step.share if memory_profile.routes_shards or layout.folds else 1
-            wide += rows * (model.moe.latent or model.d_model) / spread
-        # What is computed again ends with an output that nothing needs.
-        outputs = 2 if kind.recompute == "full" else 1
-        batch = place._replace(sequences=step.spec.batch.micro_batch, documents=step.spec.document_mask)
+        again = 0.0 if kind.recompute in ("products", "mlp") else max(0.0, whole - self.kept) / step.slices
         adds = step.spec.batch.accumulation > 1 and layout.accumulate == "local"
-        gathers = gathers_parameters(layout) and not adds
-        attention = workspace(batch, kind.block, splits=step.splits, gathers=gathers)
-        self.backward = self.again + max(step.pass_tokens * wide * width, attention), outputs * step.stream / step.share
+        batch = whole_place._replace(sequences=step.spec.batch.micro_batch, documents=step.spec.document_mask)
+        moments = backward_moments(batch, kind, splits=step.splits)
+        self.first = again + max(each.size + each.arrived * width for each in moments)
+        """Bytes inside the block whose gradients are the first."""
+        self.adding = again + max(each.size + each.own * width for each in moments)
+        """Bytes inside the block where gradients are added to those of earlier micro-batches one by one."""
+        alone = again + max(each.size for each in moments)
+        inside = alone if not gathers_parameters(layout) else self.adding if adds else self.first
+        self.backward = inside, step.stream / step.share
         """Bytes of the backward pass besides what is kept: inside the block, and of its residual stream."""
-        whole = (weight for each in half_block(place, kind.block, "feed_forward") for weight in each.weights)
-        matrix = sum(
-            weight.size_on(place.tp, place.ep_shard)
-            for weight in whole
-            if weight.name == f"{last}.weight" and not weight.frozen
-        )
-        # The gradients of rows of experts have gone when those of the hidden units are there; the input of the first
-        # matrices is not gathered again yet.
-        later = max(0, step.gathered - step.stream)
-        self.first = max(self.backward[0], self.again + (step.pass_tokens * within + matrix) * width - later)
-        """Bytes inside the block whose gradients are the first, with that of the MLP's last matrix."""
-        rows = model.moe.top_k if kind.block.routed else 1
-        self.adding = max(self.backward[0], self.again + (step.pass_tokens * rows * hidden + matrix) * width)
-        """Bytes inside the block where gradients are added to those of earlier micro-batches: that of the MLP's last
-        matrix is there beside that of what it reads, until it is added."""
 
     def kept_of(self, slices: int) -> float:
         """Returns the bytes that the block keeps of the first slices of a micro-batch, as many as of sequences of these

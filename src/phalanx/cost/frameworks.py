@@ -46,7 +46,13 @@ PHALANX_CPU = replace(
     interference=1.5,
     sum_passes=3.0,
     memory_profile=replace(
-        profiles.PHALANX, masks="runs", rms_copies=True, context_mib=380, communicator_mib=0, reserve=1.0
+        profiles.PHALANX,
+        masks="runs",
+        rms_copies=True,
+        copies_sums=True,
+        context_mib=380,
+        communicator_mib=0,
+        reserve=1.0,
     ),
 )
 """Phalanx on CPUs: their rates are measured on the machine itself, and the context is the memory of the process beside

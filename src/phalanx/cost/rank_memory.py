@@ -1,30 +1,22 @@
-"""Memory of a pipeline rank at each moment of a step, part by part, in bytes.
-
-Every formula of MemoryFormulas takes numbers or arrays of them: RankParts prices one rank with the same ones by which
-the planner bounds many layouts at once (plan/bounds.py). `shards` are groups of parameters on one rank, such as dense
-ones and experts: how many there are, how many of them are trained, and over how many ranks their state is sharded.
-"""
+"""Memory of a pipeline rank at each moment of a step, part by part, in bytes."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from math import inf
 from operator import mul
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from phalanx.blocks.kinds import BlockKind
-from phalanx.blocks.operator import MemoryProfile
 from phalanx.config.cluster import Cluster
-from phalanx.config.layout import Layout
 from phalanx.cost.block_memory import BlockBytes, BlockRun, StepSizes
 from phalanx.cost.compression import compression_bytes
-from phalanx.cost.exposed import larger, smaller
+from phalanx.cost.exposed import larger
 from phalanx.cost.held import (
     Flight,
-    GatheredParameters,
     LayerKind,
     covering,
     gathered_outside,
@@ -37,12 +29,8 @@ from phalanx.cost.held import (
 )
 from phalanx.cost.matrices import matrix_work
 from phalanx.cost.spec import StepSpec
-from phalanx.optimizers.catalogue import OptimizerCosts, optimizer_costs, outer_bytes
+from phalanx.cost.state_formulas import Shards, StateBytes, formulas_of
 from phalanx.partition.derived import (
-    BUFFER_BYTES,
-    BUFFERS,
-    Tier,
-    bucket_bytes,
     flushes,
     gathers_parameters,
     is_copied,
@@ -50,216 +38,11 @@ from phalanx.partition.derived import (
     near_ranks,
     offloaded_layers,
     stashes,
-    tier_of,
     wire_width,
     written,
 )
 from phalanx.partition.tensor_slices import head_tiles
-from phalanx.units import MIB, gib
-
-Shards = Sequence[tuple[Any, Any, Any]]
-
-
-class StateBytes(NamedTuple):
-    """Bytes of a rank's state: numbers, or arrays of them."""
-
-    parameters: Any
-    gradients: Any
-    """All gradients, when the optimizer begins."""
-    optimizer: Any
-    unsent: Any
-    """Unsharded gradients that are there all the time: those that wait for the last micro-batch before ZeRO-2 or 3
-    sends them, and those of buckets that keep their memory."""
-    left: Any
-    """Gradients on the device when the optimizer begins."""
-    copied: Any
-    """Their copies in its precision, and temporary tensors."""
-
-    @property
-    def stepping(self) -> Any:
-        """Gradients on the device in the optimizer's step, and their copies."""
-        return self.left + self.copied
-
-    @property
-    def held(self) -> Any:
-        """Parameters and optimizer state, which are there all the time."""
-        return self.parameters + self.optimizer
-
-    def early(self, stays: Any, bucket: Any = 0.0) -> Any:
-        """Returns the bytes of gradients in the passes: all of them where `stays`, else those of a `bucket`."""
-        return larger(self.unsent, self.gradients * stays + bucket * (1 - stays))
-
-    def fullest(self, early: Any, activations: Any, whole: Any) -> Any:
-        """Returns the bytes at the fullest moment of a step beside the context: in the passes `early` gradients,
-        activations and what is `whole` for a moment are there; in the optimizer's step all gradients and copies."""
-        return self.held + larger(early + activations + whole, self.stepping)
-
-
-class MemoryFormulas:
-    """The formulas for one framework and numbers of `width` bytes in the computation. `data_ranks` are those over which
-    gradients are reduced, context-parallel ones included. `optimizer` returns what the optimizer takes, for the
-    bytes of a stored parameter; its state is in `optimizer_tier`, parameters are in `parameters_tier`."""
-
-    def __init__(
-        self,
-        profile: MemoryProfile,
-        width: int,
-        optimizer: Callable[[int], OptimizerCosts],
-        optimizer_tier: Tier = "device",
-        parameters_tier: Tier = "device",
-    ):
-        self.profile, self.width, self.tier = profile, width, optimizer_tier
-        self.parameter = profile.parameter_bytes or width
-        self.gradient = profile.gradient_bytes or self.parameter
-        self.unbuffered = profile.unbuffered_gradient_bytes or self.gradient
-        self.resident = self.parameter if parameters_tier == "device" else 0
-        """Bytes of a parameter on the device between its uses."""
-        costs = optimizer(self.parameter)
-        self.kept, self.host_copy = costs.state, costs.copied
-        """Bytes of optimizer state per parameter, in whatever tier."""
-        self.offloads = optimizer_tier != "device"
-        self.optimizer, self.transient = (0.0, 0.0) if self.offloads else (costs.state, costs.transient)
-        self.widened = profile.step_gradient_bytes + costs.widened
-        """Bytes per parameter of the copy in fp32 that the step makes of gradients in half precision."""
-
-    def per_parameter(self, zero: int, ranks: Any, data_ranks: Any) -> tuple[Any, Any, Any]:
-        """Returns the bytes of a parameter, its gradient and its optimizer state on each of `ranks` ranks."""
-        buffered = data_ranks > 1 if zero < 3 else (data_ranks > 1) & (ranks == 1)
-        return by_stage(zero, ranks, self.resident, self._gradient(buffered), self.optimizer)
-
-    def _gradient(self, buffered: Any) -> Any:
-        """Returns the bytes of a gradient's number, in flat buffers or outside of them."""
-        if self.unbuffered == self.gradient:
-            return self.gradient
-        return self.unbuffered + buffered * (self.gradient - self.unbuffered)
-
-    def state(
-        self,
-        shards: Shards,
-        data_ranks: Any,
-        zero: int,
-        accumulate: str = "sharded",
-        micro_batches: Any = 1,
-        *,
-        shared: Any = True,
-        flushes: bool = True,
-        stashed: int = 0,
-    ) -> StateBytes:
-        """Returns the bytes of a rank's state; `shared`: whether ranks share parameters, or they come from the host. A
-        pipeline without a flush has two versions of the weights besides the optimizer's own, and gradients that wait
-        for their step; one that stashes weights has `stashed` versions besides it."""
-        versions, waiting = (1 + stashed, 1) if flushes else (3, 2)
-        parameters = gradients = optimizer = 0.0
-        for numbers, trained, ranks in shards:
-            each = self.per_parameter(zero, ranks, data_ranks)
-            parameters = parameters + numbers * (each[0] * versions)
-            gradients = gradients + trained * (each[1] * waiting + self.profile.passing_gradient_bytes)
-            optimizer = optimizer + trained * each[2]
-        unsent = 0.0
-        if zero > 1 and accumulate == "local" and not self.profile.reduces_each:
-            # With those of dense parameters, the first of `shards`, also those of experts that no rank shares.
-            _, trained, ranks = zip(*shards, strict=True)
-            unsent = sum(trained) * (ranks[0] > 1) * (self.gradient * (micro_batches > 1))
-        if self.profile.keeps_buckets and not self.offloads and flushes:
-            _, trained, ranks = zip(*shards, strict=True)
-            whole = (data_ranks > 1) & ((ranks[0] == 1) | (zero < 2))
-            unsent = larger(unsent, sum(trained) * (self.gradient * whole))
-        # With an offloaded optimizer gradients have left, but for ZeRO-3's shards, which leave last, unless parameters
-        # are offloaded, too.
-        stay = shared * (zero == 3) * (self.resident > 0) if self.offloads else 1
-        copied = self.copied(shards, data_ranks)
-        return StateBytes(parameters, gradients, optimizer, unsent, gradients * stay, copied)
-
-    def beside(self, shards: Shards) -> tuple[Any, Any]:
-        """Returns the bytes in host memory and on disk of an offloaded optimizer: its state with its own parameters,
-        of which files have buffers in host memory; gradients, and those that it copies to its precision; parameters
-        on their way to the device, in the memory of their gradients if the type is the same; and of parameters that are
-        not on the device."""
-        if not self.offloads:
-            return 0.0, 0.0
-        own = max(4, self.parameter)
-        # With parameters in host memory the optimizer updates these themselves, if they have no masters.
-        state = self.kept + (0 if self.tier == "host" and not self.resident else self.host_copy)
-        arriving = self.gradient + (self.gradient < own) * self.widened
-        arriving += self.parameter * (self.parameter != self.gradient and not self.host_copy)
-        updated = sum(trained / ranks for _, trained, ranks in shards)
-        parameters = sum(numbers / ranks for numbers, _, ranks in shards) * (self.parameter - self.resident)
-        if self.tier == "host":
-            return parameters + updated * (state + arriving), 0.0
-        buffers = smaller(updated * state, BUFFERS * BUFFER_BYTES)
-        return parameters + updated * arriving + buffers, updated * state
-
-    def stays(self, passes: Any, in_flight: Any) -> Any:
-        """Returns whether gradients are there while the most forward passes are in flight: some of all `passes` of a
-        step have come back by then."""
-        return (passes > in_flight) | self.profile.gradients_stay
-
-    def copied(self, shards: Shards, data_ranks: Any) -> Any:
-        """Returns the bytes of the gradients that the optimizer copies to its own precision, and of its temporary
-        tensors."""
-        if self.offloads:
-            return 0.0
-        each = (self._gradient(data_ranks > 1) < 4) * self.widened + self.transient
-        return sum(trained / ranks for _, trained, ranks in shards) * each
-
-    def buffer(self, data_ranks: Any) -> Any:
-        """Returns the bytes of the buffer from which gradients are reduced over data and context-parallel ranks."""
-        return (data_ranks > 1) * (self.profile.bucket_numbers * self.gradient)
-
-    def keeps_whole(self, pp: int, *, reshard: bool) -> bool:
-        """Returns whether ZeRO-3 has all of a rank's blocks whole at once."""
-        return not reshard or (self.profile.whole_under_pp and pp > 1)
-
-    def passing(self, held: GatheredParameters, *, waits: bool) -> float:
-        """Returns the bytes of the gradients of a ZeRO-3 block on the way, which are there while the next block
-        computes: FSDP2 keeps what it sends, and unless it `waits` for their sum a collective has a copy."""
-        return held.trained * (max(self.width, self.gradient) + (0 if waits else self.width))
-
-    def sent_last(self, outside: Any, micro_batches: Any, layout: Layout) -> Any:
-        """Returns the bytes of gradients outside of blocks that FSDP2 has sent for a micro-batch, and keeps until it
-        sends those of the next one; for `outside` trained parameters."""
-        keeps = (micro_batches > 1) * (layout.accumulate == "sharded" and layout.pp == 1)
-        return keeps * outside * max(self.width, self.gradient)
-
-    def context(self, *axes: Any) -> Any:
-        """Returns the bytes outside the allocator, of the device's context and of a communicator per axis of the mesh;
-        `axes` are their sizes."""
-        return (self.profile.context_mib + sum(size > 1 for size in axes) * self.profile.communicator_mib) * MIB
-
-
-def formulas_of(spec: StepSpec, profile: MemoryProfile) -> MemoryFormulas:
-    """Returns the formulas of a step."""
-    layout = spec.layout
-
-    def costs(stored: int) -> OptimizerCosts:
-        inner = optimizer_costs(spec.optimizer, spec.model, stored, spec.more)
-        state = inner.state if profile.state_bytes is None else profile.state_bytes
-        return replace(inner, state=state + outer_bytes(layout, stored))
-
-    return MemoryFormulas(profile, spec.width, costs, tier_of(layout, "optimizer"), tier_of(layout, "parameters"))
-
-
-def state_bytes(spec: StepSpec, layers: range) -> tuple[float, float, float]:
-    """Returns the bytes of parameters, gradients and optimizer state on a rank with these layers when the optimizer
-    begins, of what the layout keeps on the device."""
-    model, layout = spec.model, spec.layout
-    blocks = [(kind.block, many) for kind, many in kinds_of(model, written(layout), layers)]
-    held = parameter_counts(model, layout, blocks, 0 in layers, model.n_layers - 1 in layers)
-    formulas, data_ranks = formulas_of(spec, spec.framework.memory_profile), layout.data_ranks * layout.cp
-    stashed = int(stashes(layout))  # between steps, when no micro-batch is in flight
-    shards, flushing = shards_of(held, layout), flushes(layout)
-    return formulas.state(shards, data_ranks, layout.zero, flushes=flushing, stashed=stashed)[:3]
-
-
-def by_stage(zero: int, ranks: Any, parameter: float, gradient: float, optimizer: float) -> tuple[Any, Any, Any]:
-    """Returns the bytes of state per parameter on each of `ranks` ranks, by ZeRO stage (0: none), from those of one
-    copy (Rajbhandari et al. 2020, section 5)."""
-    return (
-        parameter / (ranks if zero >= 3 else 1),
-        gradient / (ranks if zero >= 2 else 1),
-        optimizer / (ranks if zero >= 1 else 1),
-    )
-
+from phalanx.units import gib
 
 TILE_LOSS_TENSORS = 1, 1
 """Tensors as large as a tile's logits, in fp32 and in the width of the computation: its scores become probabilities and
@@ -351,16 +134,17 @@ class RankParts:
         whole = matrix_work(self.step.spec, tuple(self.of_kind.items()), (self.first, self.last))
         temporary = max((each.most_elements for each in whole), default=0) * max(4, self.width)
         kept, used = compression_bytes(self.model, self.layout, self.shards, self.formulas.gradient)
+        if self.memory_profile.keeps_buckets and self.formulas.gradient < 4 and self.present:
+            # Norms are summed in fp32, one gradient after the other.
+            largest = max(table(self.model, self.layout.tp), *(kind.parameters.largest for kind in self.present))
+            used = max(used, 4 * largest / (self.shards[0][2] if self.layout.zero else 1))
         return found._replace(optimizer=found.optimizer + kept, copied=max(found.copied + temporary, used))
 
     def bucket(self) -> float:
         """Returns the bytes of the first bucket; without any, gradients arrive one by one as activations are freed."""
-        layout = self.layout
-        if self.step.data_ranks == 1 or gathers_parameters(layout):
+        if gathers_parameters(self.layout):
             return 0
-        whole = sum(trained for _, trained, _ in self.shards) * self.formulas.gradient
-        # On their way to the host one bucket is summed while the next is filled.
-        return min(whole, (2 if self.formulas.offloads else 1) * bucket_bytes(layout))
+        return self.formulas.bucket(self.shards, self.step.data_ranks, self.layout)
 
     def _runs(self, held: Sequence[tuple[LayerKind, int]], stage: int) -> list[BlockRun]:
         """Returns the blocks of a stage as runs, those first whose activations leave the device."""
@@ -442,7 +226,7 @@ class RankParts:
         counted already, also those of ZeRO-3 that are `unsent`. `modules`: of modules for further tokens alone."""
         found = (self._backward(runs, gradients, unsent=unsent, modules=modules) for runs in self.runs)
         inside, fetched = max(found, key=sum)
-        return inside, self.step.gathered + self.between + fetched
+        return inside - self.step.gathered, self.step.gathered + self.between + fetched
 
     def _backward(
         self, held: Sequence[BlockRun], gradients: bool, *, unsent: bool, modules: bool
@@ -457,7 +241,10 @@ class RankParts:
 
         def moving(number: int, sent: float = 0.0) -> float:
             passing = self._passing(blocks[number - 1], unsent=unsent) if number else self.sent_last
-            return self._fetched(blocks, number, self.ahead) + max(0.0, passing - sent)
+            # Beside gloo's, whose wait is the end of it, FSDP2 has what it gathered last until it copies the next one.
+            again = self.units[blocks[number].kind.block].block * self.width if self.ahead and self.units else 0
+            again *= self.memory_profile.keeps_buckets and not self.memory_profile.copies_sums
+            return self._fetched(blocks, number, self.ahead) + max(0.0, passing - sent) + again
 
         most, given_up, arrived, sent, first = (-inf, 0.0), 0.0, 0.0, 0.0, 0
         if self.flight.deferring:  # what every block has computed again waits for its weight gradients
@@ -466,11 +253,18 @@ class RankParts:
                 run.block.deferred - (0 if run.leaves else run.block.kept) for run in held for _ in range(run.many)
             ]
             moved = max((run.block.kept for run in held if run.leaves), default=0.0)
+            moved += self._deferred_head() if self.last and held is self.runs[-1] else 0.0
             return inside + max(0.0, sum(grown[1:])) + moved, max(map(moving, range(len(blocks))))
         adds = gradients and not self.memory_profile.gradients_stay and not gathers_parameters(self.layout)
         # Of gradients in flat buckets one bucket is counted already.
         bucket = 0.0 if self.layout.zero == 2 and self.layout.shard_ranks > 1 else self.bucket()
         alone = not gradients and not bucket and not self.formulas.offloads
+        head = 0.0
+        if self.last and held is self.runs[-1]:
+            if not gradients:
+                arrived = 0.0 if self.formulas.offloads and self.layout.pp == 1 else self.head_gradient()
+            elif self.model.tied and self.first and not self.model.freezes and (unsent or not self.units):
+                head = table(self.model, self.layout.tp) * self.width  # waits for that of the embedding
         before = [*held[-2::-1], None]
         for (block, many, _, leaves), later in zip(reversed(held), before, strict=True):
             inside, stream = block.backward
@@ -481,7 +275,8 @@ class RankParts:
             # Between them bytes grow or shrink evenly.
             for number in sorted({*range(min(many, 2)), *range(max(0, many - 1 - self.ahead), many)}):
                 here = inside + stream - given_up - number * released + max(0.0, arrived + number * gained - bucket)
-                here += block.kept * leaves - (self.step.gathered if first + number else 0)
+                here += head
+                here += block.kept * leaves
                 if number + 1 < many:
                     here += block.kept * leaves
                 elif later and later.leaves:
@@ -512,17 +307,25 @@ class RankParts:
         """Returns the bytes of ZeRO-3's whole blocks in the loss, and once its backward pass comes to the blocks."""
         if not (blocks := self._blocks(self.runs[-1])):
             return 0.0, 0.0
+        if self.memory_profile.saves_slopes:
+            whole = self._fetched(blocks, 0, 0)
+            stays = self.formulas.keeps_whole(self.layout.pp, reshard=self.layout.reshard)
+            return whole * stays, whole
+        # Programs with another loss were measured with the last block, and with its gradients.
         first, fetched = (self._fetched(blocks, 0, ahead) for ahead in (0, self.ahead))
-        # Programs with another loss were measured with a block's gradients besides.
-        passing = 0.0 if self.memory_profile.saves_slopes else self._passing(blocks[0], unsent=False)
-        return first, fetched + max(0.0, passing - blocks[0].kept)
+        return first, fetched + max(0.0, self._passing(blocks[0], unsent=False) - blocks[0].kept)
 
     def _passing(self, block: BlockBytes, *, unsent: bool) -> float:
         """Returns the bytes of a ZeRO-3 block's gradients on the way."""
         if not self.units:
             return 0.0
         waits = self.layout.accumulate == "sharded" or self.layout.dp_replicate > 1
-        found = self.formulas.passing(self.units[block.kind.block], waits=waits)
+        held = self.units[block.kind.block]
+        found = self.formulas.passing(held, waits=waits)
+        if self.layout.ep > 1 and not waits:  # experts' are sent before, on their own: their copy has gone
+            found -= self.deals_out * block.parameters.trained_experts * self.width
+        if self.formulas.offloads and self.layout.pp == 1:  # with its shard, which leaves with the next one
+            found += held.trained / self.layout.shard_ranks * self.formulas.gradient
         if unsent and not self.deals_out:  # experts' are divided on their own, into a copy
             found += block.parameters.trained_experts * self.formulas.gradient
         return found
@@ -755,7 +558,8 @@ def _fullest(step: StepParts, flight: Flight) -> RankMemory:
     passes = step.spec.batch.accumulation * len(flight.held)
     updates_each = stashes(step.spec.layout)
     stays = step.formulas.stays(passes, max(map(sum, flight.most))) and not updates_each
-    early = state.early(stays, rank.bucket())
+    bucket = rank.bucket()
+    early = state.early(stays, bucket)
     again, moving = rank.backward(stays or state.unsent > 0, unsent=unsent)
     host, disk = step.formulas.beside(rank.shards)
     # Losses in chunks that wait for their backward pass have one gradient of the head.
@@ -764,6 +568,7 @@ def _fullest(step: StepParts, flight: Flight) -> RankMemory:
         ("backward", early, kept + again, rank.waiting_logits(further=0) + summed, moving + whole),
         ("loss", early, kept + hidden, logits + waiting, forward + rank.between),
     ]
+    moments.append(("backward", state.sent, 0.0, 0.0, 0.0))
     if rank.last and rank.model.mtp:  # their backward pass comes before that of the main loss, whose logits are there
         again, moving = rank.backward(stays or state.unsent > 0, unsent=unsent, modules=True)
         moments.append(("backward", early, kept + again, waiting + summed, moving + whole))
@@ -772,7 +577,7 @@ def _fullest(step: StepParts, flight: Flight) -> RankMemory:
         moments.append(
             (
                 "backward",
-                state.early(True),
+                state.early(True, bucket),
                 rank.kept(flight.later)[0] + again,
                 rank.waiting_logits(later=True),
                 moving + whole,

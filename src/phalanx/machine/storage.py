@@ -22,7 +22,8 @@ from phalanx.config.job import Job
 from phalanx.config.layout import Layout
 from phalanx.config.trackers import missing
 from phalanx.cost.job_spec import rank_spec
-from phalanx.cost.rank_memory import state_bytes, step_memory
+from phalanx.cost.rank_memory import step_memory
+from phalanx.cost.state_formulas import state_bytes
 from phalanx.data.files import TEMPORARY, open_regular, sync, write_atomic
 from phalanx.data.settings import vocabulary_size
 from phalanx.data.striping import LUSTRE, MOUNTS, mount_of, striping_in, targets_in

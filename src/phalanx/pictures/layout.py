@@ -21,8 +21,8 @@ from phalanx.config.layout import Layout
 from phalanx.config.model import ModelConfig
 from phalanx.cost.breakdown import subject
 from phalanx.cost.job_spec import framework_of
-from phalanx.cost.rank_memory import state_bytes
 from phalanx.cost.spec import StepSpec
+from phalanx.cost.state_formulas import state_bytes
 from phalanx.optimizers.catalogue import OPTIMIZERS, granularity_of
 from phalanx.partition.derived import PARAMETER_BYTES, Batch, bucket_bytes, even
 from phalanx.partition.matrices import granular_cut

@@ -26,8 +26,9 @@ from phalanx.cost.exposed import (
     pass_seconds,
 )
 from phalanx.cost.held import expert_ranks
-from phalanx.cost.rank_memory import StateBytes, overfull
+from phalanx.cost.rank_memory import overfull
 from phalanx.cost.rank_time import HOST_OPS, handling_seconds, starts_again
+from phalanx.cost.state_formulas import StateBytes
 from phalanx.cost.step_state import clip_bytes, summing_seconds, update_seconds
 from phalanx.partition.derived import is_offloaded, slices_of, splits_backward
 from phalanx.plan.space import RECOMPUTE, STATES, PlanRequest, Rows, Scheduled, Space
@@ -93,29 +94,35 @@ class StepBytes:
         self.entry = SCHEDULES.get(group.scheduled.schedule) if group.pp > 1 else None
         self.shards = group.shards
         self.kinds = {kind: self.tables.activations(kind, group.mode, group.inner) for kind in group.kinds}
-        self.activations = self._activations() + self.formulas.buffer(group.data_ranks)
-        """Least bytes of activations at the peak, and those of the buffer beside them."""
+        self.loss = self.tables.loss(group.inner)
+        self.activations = self._activations(np.zeros(len(group.shares)))
         self.states: dict[tuple[int, str], StateBytes] = {}
-        self.whole: dict[bool, Floats] = {}
+        self.whole: dict[bool, tuple[Floats, Floats]] = {}
 
-    def _activations(self) -> Floats:
-        group, loss = self.group, self.tables.loss(self.group.inner)
+    def _activations(self, apart: Floats) -> Floats:
+        """Returns the least bytes of activations at the peak, less those that are `apart` and not there in the loss,
+        and of the buffer beside them."""
+        group = self.group
         pipeline = self.tables, group.scheduled, self.pp, self.m
-        ranks = zip(group.shares, group.first, strict=True)
-        return np.array([rank_activations(*pipeline, share, rank, self.kinds, loss) for share, rank in ranks])
+        ranks = zip(group.shares, group.first, apart, strict=True)
+        found = [rank_activations(*pipeline, share, rank, self.kinds, self.loss - less) for share, rank, less in ranks]
+        return np.array(found) + self.formulas.buffer(group.data_ranks)
 
     def bytes(self, state: int) -> Floats:
         """Returns the bytes of the fullest rank. Of ranks with the same contents the first has the most in flight."""
         zero, reshard, accumulate = STATES[state]
         found = self._state(zero, accumulate)
-        whole = 0.0
+        whole, activations = 0.0, self.activations
         if zero == 3 and not self.formulas.profile.gathers_matrices:
-            whole = self._whole(reshard)
+            whole, activations = self._whole(reshard)
             if not self.tables.request.model.lora.rank:
                 layout = replace(self.tables.space.base, pp=self.pp, accumulate=accumulate)
                 sent = self.formulas.sent_last(self._outside(reshard), self.m, layout)
                 whole = whole + sent * self.group.shared
-        return found.fullest(found.early(self._stays), self.activations, whole).max(0)
+        bucket = 0.0
+        if zero < 3:
+            bucket = self.formulas.bucket(self.shards, self.group.data_ranks, self.tables.space.base)
+        return found.fullest(found.early(self._stays, bucket), activations, whole).max(0)
 
     def _state(self, zero: int, accumulate: str) -> StateBytes:
         key, group = (zero, accumulate if zero > 1 else ""), self.group
@@ -132,9 +139,9 @@ class StepBytes:
         several = 2 * self.pp + 1 if self.entry is not None and not self.entry.all_in_flight else inf
         return self.formulas.stays(self.m, 1 if self.pp == 1 else several)
 
-    def _whole(self, reshard: bool) -> Floats:
-        """Returns the bytes of unsharded parameters of ZeRO-3 in the loss, which has no block fetched ahead of the last
-        one."""
+    def _whole(self, reshard: bool) -> tuple[Floats, Floats]:
+        """Returns the bytes of unsharded parameters of ZeRO-3, and of activations beside them: in the loss no block is
+        whole that is gathered again, in the backward pass at least one."""
         if reshard not in self.whole:
             group, tables, every = self.group, self.tables, self.formulas.keeps_whole(self.pp, reshard=reshard)
             shared = group.ranks[1] > 1  # experts that no other rank has are not gathered
@@ -143,12 +150,14 @@ class StepBytes:
                 options = (tables.gathered(kind, group.inner, shared=each, tiled=reshard) for each in (True, False))
                 block, _, tile = np.where(shared[:, None], *options).T
                 sizes[kind] = block if every else block + tile
-            numbers = [
+            blocks = [
                 sum(many * sizes[kind] for kind, many in (share.blocks if every else ((share.blocks[0][0], 1),)))
                 for share in group.shares
             ]
-            numbers = np.stack(numbers) + self._outside(reshard)
-            self.whole[reshard] = numbers * self.formulas.width * group.shared
+            each = self.formulas.width * group.shared
+            numbers: Floats = np.stack(blocks) * np.asarray(each, float)
+            activations = self.activations if every else self._activations(numbers)
+            self.whole[reshard] = numbers + self._outside(reshard) * each, activations
         return self.whole[reshard]
 
     def _outside(self, reshard: bool) -> Floats:

@@ -33,9 +33,10 @@ from phalanx.cost.held import (
     parameter_counts,
 )
 from phalanx.cost.job_spec import stages
-from phalanx.cost.rank_memory import RankParts, Shards, StepParts
+from phalanx.cost.rank_memory import RankParts, StepParts
 from phalanx.cost.rank_time import around_time, half_times
 from phalanx.cost.spec import StepSpec
+from phalanx.cost.state_formulas import Shards
 from phalanx.cost.step_state import conversion_seconds, costs_of, groups, near_of, wire_widths
 from phalanx.partition.derived import Batch, is_file, schedule_of
 from phalanx.plan.space import RECOMPUTE, PlanRequest, Scheduled, Space
@@ -200,7 +201,7 @@ class Tables:
         def ask(spec: StepSpec) -> list[tuple[float, float, float, float]]:
             step = StepSizes(spec)
             found = [BlockBytes(step, LayerKind(block, mode)) for mode in RECOMPUTE]
-            return [(one.kept, sum(one.backward) + step.gathered, step.under_way, one.deferred) for one in found]
+            return [(one.kept, sum(one.backward), step.under_way, one.deferred) for one in found]
 
         if block not in self._activations:
             on = (TP, SP, CP, ULYSSES, EP, ETP) if block.routed else (TP, SP, CP, ULYSSES)

@@ -1,0 +1,258 @@
+"""The formulas of a rank's state: parameters, gradients, optimizer state, and gradients that wait or are on their way.
+
+Every formula of MemoryFormulas takes numbers or arrays of them: RankParts (rank_memory.py) prices one rank with the
+same ones by which the planner bounds many layouts at once (plan/bounds.py). `shards` are groups of parameters on one
+rank, such as dense ones and experts: how many there are, how many of them are trained, and over how many ranks their
+state is sharded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from phalanx.blocks.operator import MemoryProfile
+from phalanx.config.layout import Layout
+from phalanx.cost.exposed import larger, smaller
+from phalanx.cost.held import (
+    GatheredParameters,
+    kinds_of,
+    parameter_counts,
+    shards_of,
+)
+from phalanx.cost.spec import StepSpec
+from phalanx.optimizers.catalogue import OptimizerCosts, optimizer_costs, outer_bytes
+from phalanx.partition.derived import (
+    BUFFER_BYTES,
+    BUFFERS,
+    Tier,
+    bucket_bytes,
+    flushes,
+    stashes,
+    tier_of,
+    written,
+)
+from phalanx.units import MIB
+
+Shards = Sequence[tuple[Any, Any, Any]]
+
+
+class StateBytes(NamedTuple):
+    """Bytes of a rank's state: numbers, or arrays of them."""
+
+    parameters: Any
+    gradients: Any
+    """All gradients, when the optimizer begins."""
+    optimizer: Any
+    unsent: Any
+    """Unsharded gradients that are there all the time: those that wait for the last micro-batch before ZeRO-2 or 3
+    sends them, and those of buckets that keep their memory."""
+    sent: Any
+    """At the end of the last backward pass, when all buckets of ZeRO-1 or 2 are on their way: gradients, their shards,
+    and copies that a collective has of them."""
+    beside: int
+    """Whether buckets are filled beside shards of earlier micro-batches' sums (ZeRO-2)."""
+    left: Any
+    """Gradients on the device when the optimizer begins."""
+    copied: Any
+    """Their copies in its precision, and temporary tensors."""
+
+    @property
+    def stepping(self) -> Any:
+        """Gradients on the device in the optimizer's step, and their copies."""
+        return self.left + self.copied
+
+    @property
+    def held(self) -> Any:
+        """Parameters and optimizer state, which are there all the time."""
+        return self.parameters + self.optimizer
+
+    def early(self, stays: Any, bucket: Any = 0.0) -> Any:
+        """Returns the bytes of gradients in the passes: all of them where `stays`, else those of a `bucket`, and both
+        where shards stay beside buckets that are filled."""
+        return larger(self.unsent, self.gradients * stays + bucket * (1 - stays * (1 - self.beside)))
+
+    def fullest(self, early: Any, activations: Any, whole: Any) -> Any:
+        """Returns the bytes at the fullest moment of a step beside the context: in the passes `early` gradients,
+        activations and what is `whole` for a moment are there; in the optimizer's step all gradients and copies."""
+        return self.held + larger(larger(early + activations + whole, self.sent), self.stepping)
+
+
+class MemoryFormulas:
+    """The formulas for one framework and numbers of `width` bytes in the computation. `data_ranks` are those over which
+    gradients are reduced, context-parallel ones included. `optimizer` returns what the optimizer takes, for the
+    bytes of a stored parameter; its state is in `optimizer_tier`, parameters are in `parameters_tier`."""
+
+    def __init__(
+        self,
+        profile: MemoryProfile,
+        width: int,
+        optimizer: Callable[[int], OptimizerCosts],
+        optimizer_tier: Tier = "device",
+        parameters_tier: Tier = "device",
+    ):
+        self.profile, self.width, self.tier = profile, width, optimizer_tier
+        self.parameter = profile.parameter_bytes or width
+        self.gradient = profile.gradient_bytes or self.parameter
+        self.unbuffered = profile.unbuffered_gradient_bytes or self.gradient
+        self.resident = self.parameter if parameters_tier == "device" else 0
+        """Bytes of a parameter on the device between its uses."""
+        costs = optimizer(self.parameter)
+        self.kept, self.host_copy = costs.state, costs.copied
+        """Bytes of optimizer state per parameter, in whatever tier."""
+        self.offloads = optimizer_tier != "device"
+        self.optimizer, self.transient = (0.0, 0.0) if self.offloads else (costs.state, costs.transient)
+        self.widened = profile.step_gradient_bytes + costs.widened
+        """Bytes per parameter of the copy in fp32 that the step makes of gradients in half precision."""
+
+    def per_parameter(self, zero: int, ranks: Any, data_ranks: Any) -> tuple[Any, Any, Any]:
+        """Returns the bytes of a parameter, its gradient and its optimizer state on each of `ranks` ranks."""
+        buffered = data_ranks > 1 if zero < 3 else (data_ranks > 1) & (ranks == 1)
+        return by_stage(zero, ranks, self.resident, self._gradient(buffered), self.optimizer)
+
+    def _gradient(self, buffered: Any) -> Any:
+        """Returns the bytes of a gradient's number, in flat buffers or outside of them."""
+        if self.unbuffered == self.gradient:
+            return self.gradient
+        return self.unbuffered + buffered * (self.gradient - self.unbuffered)
+
+    def state(
+        self,
+        shards: Shards,
+        data_ranks: Any,
+        zero: int,
+        accumulate: str = "sharded",
+        micro_batches: Any = 1,
+        *,
+        shared: Any = True,
+        flushes: bool = True,
+        stashed: int = 0,
+    ) -> StateBytes:
+        """Returns the bytes of a rank's state; `shared`: whether ranks share parameters, or they come from the host. A
+        pipeline without a flush has two versions of the weights besides the optimizer's own, and gradients that wait
+        for their step; one that stashes weights has `stashed` versions besides it."""
+        versions, waiting = (1 + stashed, 1) if flushes else (3, 2)
+        parameters = gradients = optimizer = 0.0
+        for numbers, trained, ranks in shards:
+            each = self.per_parameter(zero, ranks, data_ranks)
+            parameters = parameters + numbers * (each[0] * versions)
+            gradients = gradients + trained * (each[1] * waiting + self.profile.passing_gradient_bytes)
+            optimizer = optimizer + trained * each[2]
+        unsent = sent = 0.0
+        if zero in (1, 2) and self.profile.keeps_buckets and not self.offloads:
+            _, trained, ranks = zip(*shards, strict=True)
+            several = (zero == 2) * (1 + (micro_batches > 1) * (accumulate == "sharded"))
+            parts = (
+                n * (r > 1) * (self.profile.copies_sums + several / r) for n, r in zip(trained, ranks, strict=True)
+            )
+            sent = self.gradient * (sum(parts) + sum(trained) * (ranks[0] > 1))
+        if zero > 1 and accumulate == "local" and not self.profile.reduces_each:
+            # With those of dense parameters, the first of `shards`, also those of experts that no rank shares.
+            _, trained, ranks = zip(*shards, strict=True)
+            unsent = sum(trained) * (ranks[0] > 1) * (self.gradient * (micro_batches > 1))
+        if self.profile.keeps_buckets and not self.offloads and flushes:
+            _, trained, ranks = zip(*shards, strict=True)
+            whole = (data_ranks > 1) & ((ranks[0] == 1) | (zero < 2))
+            unsent = larger(unsent, sum(trained) * (self.gradient * whole))
+        # With an offloaded optimizer gradients have left, but for ZeRO-3's shards, which leave last, unless parameters
+        # are offloaded, too.
+        stay = shared * (zero == 3) * (self.resident > 0) if self.offloads else 1
+        copied = self.copied(shards, data_ranks)
+        beside = int(zero == 2 and accumulate == "sharded" and self.profile.keeps_buckets)
+        return StateBytes(parameters, gradients, optimizer, unsent, sent, beside, gradients * stay, copied)
+
+    def beside(self, shards: Shards) -> tuple[Any, Any]:
+        """Returns the bytes in host memory and on disk of an offloaded optimizer: its state with its own parameters,
+        of which files have buffers in host memory; gradients, and those that it copies to its precision; parameters
+        on their way to the device, in the memory of their gradients if the type is the same; and of parameters that are
+        not on the device."""
+        if not self.offloads:
+            return 0.0, 0.0
+        own = max(4, self.parameter)
+        # With parameters in host memory the optimizer updates these themselves, if they have no masters.
+        state = self.kept + (0 if self.tier == "host" and not self.resident else self.host_copy)
+        arriving = self.gradient + (self.gradient < own) * self.widened
+        arriving += self.parameter * (self.parameter != self.gradient and not self.host_copy)
+        updated = sum(trained / ranks for _, trained, ranks in shards)
+        parameters = sum(numbers / ranks for numbers, _, ranks in shards) * (self.parameter - self.resident)
+        if self.tier == "host":
+            return parameters + updated * (state + arriving), 0.0
+        buffers = smaller(updated * state, BUFFERS * BUFFER_BYTES)
+        return parameters + updated * arriving + buffers, updated * state
+
+    def stays(self, passes: Any, in_flight: Any) -> Any:
+        """Returns whether gradients are there while the most forward passes are in flight: some of all `passes` of a
+        step have come back by then."""
+        return (passes > in_flight) | self.profile.gradients_stay
+
+    def copied(self, shards: Shards, data_ranks: Any) -> Any:
+        """Returns the bytes of the gradients that the optimizer copies to its own precision, and of its temporary
+        tensors."""
+        if self.offloads:
+            return 0.0
+        each = (self._gradient(data_ranks > 1) < 4) * self.widened + self.transient
+        return sum(trained / ranks for _, trained, ranks in shards) * each
+
+    def buffer(self, data_ranks: Any) -> Any:
+        """Returns the bytes of the buffer from which gradients are reduced over data and context-parallel ranks."""
+        return (data_ranks > 1) * (self.profile.bucket_numbers * self.gradient)
+
+    def bucket(self, shards: Shards, data_ranks: Any, layout: Layout) -> Any:
+        """Returns the bytes of a bucket; on their way to the host one is summed while the next is filled."""
+        whole = sum(trained for _, trained, _ in shards) * self.gradient
+        return (data_ranks > 1) * smaller(whole, (2 if self.offloads else 1) * bucket_bytes(layout))
+
+    def keeps_whole(self, pp: int, *, reshard: bool) -> bool:
+        """Returns whether ZeRO-3 has all of a rank's blocks whole at once."""
+        return not reshard or (self.profile.whole_under_pp and pp > 1)
+
+    def passing(self, held: GatheredParameters, *, waits: bool) -> float:
+        """Returns the bytes of the gradients of a ZeRO-3 block on the way, which are there while the next block
+        computes: FSDP2 keeps what it sends, and unless it `waits` for their sum a collective has a copy."""
+        return held.trained * (max(self.width, self.gradient) + (0 if waits else self.width))
+
+    def sent_last(self, outside: Any, micro_batches: Any, layout: Layout) -> Any:
+        """Returns the bytes of gradients outside of blocks that FSDP2 has sent for a micro-batch, and keeps until it
+        sends those of the next one; for `outside` trained parameters."""
+        keeps = (micro_batches > 1) * (layout.accumulate == "sharded" and layout.pp == 1)
+        return keeps * outside * max(self.width, self.gradient)
+
+    def context(self, *axes: Any) -> Any:
+        """Returns the bytes outside the allocator, of the device's context and of a communicator per axis of the mesh;
+        `axes` are their sizes."""
+        return (self.profile.context_mib + sum(size > 1 for size in axes) * self.profile.communicator_mib) * MIB
+
+
+def formulas_of(spec: StepSpec, profile: MemoryProfile) -> MemoryFormulas:
+    """Returns the formulas of a step."""
+    layout = spec.layout
+
+    def costs(stored: int) -> OptimizerCosts:
+        inner = optimizer_costs(spec.optimizer, spec.model, stored, spec.more)
+        state = inner.state if profile.state_bytes is None else profile.state_bytes
+        return replace(inner, state=state + outer_bytes(layout, stored))
+
+    return MemoryFormulas(profile, spec.width, costs, tier_of(layout, "optimizer"), tier_of(layout, "parameters"))
+
+
+def state_bytes(spec: StepSpec, layers: range) -> tuple[float, float, float]:
+    """Returns the bytes of parameters, gradients and optimizer state on a rank with these layers when the optimizer
+    begins, of what the layout keeps on the device."""
+    model, layout = spec.model, spec.layout
+    blocks = [(kind.block, many) for kind, many in kinds_of(model, written(layout), layers)]
+    held = parameter_counts(model, layout, blocks, 0 in layers, model.n_layers - 1 in layers)
+    formulas, data_ranks = formulas_of(spec, spec.framework.memory_profile), layout.data_ranks * layout.cp
+    stashed = int(stashes(layout))  # between steps, when no micro-batch is in flight
+    shards, flushing = shards_of(held, layout), flushes(layout)
+    return formulas.state(shards, data_ranks, layout.zero, flushes=flushing, stashed=stashed)[:3]
+
+
+def by_stage(zero: int, ranks: Any, parameter: float, gradient: float, optimizer: float) -> tuple[Any, Any, Any]:
+    """Returns the bytes of state per parameter on each of `ranks` ranks, by ZeRO stage (0: none), from those of one
+    copy (Rajbhandari et al. 2020, section 5)."""
+    return (
+        parameter / (ranks if zero >= 3 else 1),
+        gradient / (ranks if zero >= 2 else 1),
+        optimizer / (ranks if zero >= 1 else 1),
+    )
