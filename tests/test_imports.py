@@ -12,7 +12,7 @@ import phalanx
 
 ROOT = Path(phalanx.__file__).parent
 FLOORS = [
-    *("cli", "serve", "machine", "evaluate", "generate", "dryrun", "verify", "train", "exchange"),
+    *("cli", "serve", "machine", "evaluate", "dryrun", "generate", "verify", "train", "exchange"),
     *("checkpoint", "parallel", "graph", "comm", "launch", "model", "report", "trackers", "data"),
     *("pictures", "validation", "plan", "simulate", "cost", "foreign", "check", "axes", "techniques", "partition"),
     *("optimizers", "blocks", "schedule", "config"),
@@ -30,19 +30,19 @@ INNER_FLOORS = {
 """Rooms whose files have an order of their own."""
 MOST_LINES = {
     "axes": 890,
-    "blocks": 3160,
+    "blocks": 3165,
     "check": 2230,
     "checkpoint": 3960,
     "cli": 7530,
     "comm": 2170,
     "config": 7320,
-    "cost": 6800,
+    "cost": 7060,
     "data": 6810,
-    "dryrun": 2345,
+    "dryrun": 2380,
     "evaluate": 670,
     "exchange": 2620,
     "foreign": 4325,
-    "generate": 1720,
+    "generate": 1725,
     "graph": 2070,
     "launch": 7030,
     "machine": 5400,

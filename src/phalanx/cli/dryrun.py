@@ -8,9 +8,7 @@ from typing import TYPE_CHECKING
 
 from phalanx.cli.files import DARK, OutputFiles
 from phalanx.cli.verb import Option, Words, job_verb
-from phalanx.config.corpora import compared_in
 from phalanx.config.job import Job
-from phalanx.cost.breakdown import not_covered
 from phalanx.data.files import silent, stderr_progress
 from phalanx.data.settings import vocabulary_size
 from phalanx.echo import echo
@@ -69,8 +67,6 @@ def run(words: Words) -> int:
             f"train.compile: the rehearsal is eager, and so is the prediction beside it; compiled, the step keeps "
             f"{gib(saved)} less, as predicted"
         )
-    if left_out := not_covered(compared_in(job.data)):
-        texts.append(f"completions: {left_out}")
     words.show(found.as_dict(), "\n\n".join(texts))
     files.tell()
     if ramps := assumption(job):
