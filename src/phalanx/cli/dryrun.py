@@ -41,6 +41,10 @@ VERB = job_verb(
 )
 
 
+MOST_STEPS = 100
+"""Most steps of a rehearsal, each of which takes seconds."""
+
+
 @VERB.runs
 def run(words: Words) -> int:
     options, job = words.options, words.job
@@ -50,6 +54,10 @@ def run(words: Words) -> int:
         raise JobError("--rank and --ranks: give one of them")
     if options["rank"] >= job.layout.processes:
         raise JobError(f"--rank {options['rank']}: the layout has ranks 0 to {job.layout.processes - 1}")
+    if options["steps"] and options["steps"] > MOST_STEPS:
+        raise JobError(
+            f"--steps {options['steps']}: at most {MOST_STEPS} are rehearsed; from the third on all are alike"
+        )
     files = OutputFiles.of(words, "svg", "trace")
     vocab = vocabulary_size(job)
     # Imported here and below, because it imports torch, which --help and errors do not need.
