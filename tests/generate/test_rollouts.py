@@ -12,14 +12,21 @@ import torch
 
 from phalanx.check.job import problems_of
 from phalanx.config.cluster import Cluster
+from phalanx.config.clusters import cluster_of
 from phalanx.config.job import Checkpoint, Data, GrpoOptions, Job, Optimizer, RunOptions, Train
 from phalanx.config.layout_line import parse
 from phalanx.config.model import ModelConfig, MoE
-from phalanx.cost.job_spec import stages
+from phalanx.cost.generation import generation_bytes
+from phalanx.cost.generation_time import generation
+from phalanx.cost.held import contents
+from phalanx.cost.job_spec import rank_spec, stages, step_spec
+from phalanx.cost.prediction import predict
+from phalanx.cost.rank_memory import step_memory
 from phalanx.cost.traffic import step_traffic
 from phalanx.data.conversations import PromptData
 from phalanx.data.mixture import open_split
 from phalanx.data.prepare import prepare
+from phalanx.dryrun.rehearse import distinct_ranks, rehearse
 from phalanx.errors import JobError, RunError
 from phalanx.generate import rollouts
 from phalanx.generate.rewards import reward_of
@@ -281,3 +288,31 @@ def test_ranks_with_other_experts_generate_with_all_of_them(ranks, job, line):
     other = change(dataclasses.replace(short, layout=layout), "run", name=line)
     ranks(train, layout.processes, other, timeout=200)
     assert curve(other) == pytest.approx(curve(one), rel=1e-9, abs=1e-12)
+
+
+@pytest.mark.parametrize("line", ["pp=2,micro_batch=1", "dp_shard=2,micro_batch=1"])
+def test_generation_is_predicted_and_rehearsed(job, line):
+    """Memory at its fullest moment, the cache, equals the rehearsed program's; time grows with the new tokens alone."""
+    layout, grpo = parse(line), dataclasses.replace(job.train.grpo, group=16, max_new_tokens=400)
+    wide = dataclasses.replace(job.model, d_model=64, seq_len=512, vocab_size=32)
+    long = change(
+        dataclasses.replace(job, model=wide, layout=layout), "train", precision="fp32", global_batch=32, grpo=grpo
+    )
+    for rank in distinct_ranks(long):
+        found, memory = rehearse(long, rank, 32, "cpu"), step_memory(rank_spec(long, 32, "cpu"))
+        assert found.at == "data"
+        fullest = memory[found.coordinates.get("pp", 0)]
+        assert fullest.moment == "generation"
+        assert fullest.allocated == pytest.approx(found.peak, rel=0.05)
+    cluster = cluster_of("dgx-h100")
+    specs = [step_spec(dataclasses.replace(long, cluster=cluster, train=one.train), 32) for one in (long, job)]
+    made = [generation(spec) for spec in specs]
+    assert made[0].cache == max(generation_bytes(specs[0], *of).cache for of in parts_of(specs[0]))
+    assert made[0].decoding_s > 50 * made[1].decoding_s
+    parts = predict(specs[0]).parts
+    assert parts.generation == (made[0].prompts_s + made[0].decoding_s) / grpo.updates
+    assert parts.total == pytest.approx(sum(seconds for _, seconds in parts.items()))
+
+
+def parts_of(spec):
+    return [(rank.of_kind.items(), (rank.embedding, rank.head)) for rank in contents(spec)]

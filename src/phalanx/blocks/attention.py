@@ -18,6 +18,9 @@ from typing import Literal, NamedTuple
 from phalanx.blocks.operator import PLAIN, WIDE, AttentionCore, MemoryBound, Message, Operator, Place, SavedTensor
 from phalanx.blocks.residual import enter, leave, linear_weights, norm_kernels, norm_saved, norm_weights, saved_input
 
+FIRST_COLUMNS, SPARE_COLUMNS = 256, 64
+"""Columns of a KV cache at first, within its capacity, then twice as many, and so on; and those before all sequences,
+which rewinding may leave, that are tolerated before all move left."""
 LEAST_RUN = 128
 """Fewest queries that are computed in one call, where there are as many."""
 CAPPED_RUNS = 8

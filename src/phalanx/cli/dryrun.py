@@ -8,9 +8,7 @@ from typing import TYPE_CHECKING
 
 from phalanx.cli.files import DARK, OutputFiles
 from phalanx.cli.verb import Option, Words, job_verb
-from phalanx.config.corpora import compared_in
 from phalanx.config.job import Job
-from phalanx.cost.breakdown import not_covered
 from phalanx.data.files import silent, stderr_progress
 from phalanx.data.settings import vocabulary_size
 from phalanx.echo import echo
@@ -43,6 +41,10 @@ VERB = job_verb(
 )
 
 
+MOST_STEPS = 100
+"""Most steps of a rehearsal, each of which takes seconds."""
+
+
 @VERB.runs
 def run(words: Words) -> int:
     options, job = words.options, words.job
@@ -52,6 +54,10 @@ def run(words: Words) -> int:
         raise JobError("--rank and --ranks: give one of them")
     if options["rank"] >= job.layout.processes:
         raise JobError(f"--rank {options['rank']}: the layout has ranks 0 to {job.layout.processes - 1}")
+    if options["steps"] and options["steps"] > MOST_STEPS:
+        raise JobError(
+            f"--steps {options['steps']}: at most {MOST_STEPS} are rehearsed; from the third on all are alike"
+        )
     files = OutputFiles.of(words, "svg", "trace")
     vocab = vocabulary_size(job)
     # Imported here and below, because it imports torch, which --help and errors do not need.
@@ -69,8 +75,6 @@ def run(words: Words) -> int:
             f"train.compile: the rehearsal is eager, and so is the prediction beside it; compiled, the step keeps "
             f"{gib(saved)} less, as predicted"
         )
-    if left_out := not_covered(compared_in(job.data)):
-        texts.append(f"completions: {left_out}")
     words.show(found.as_dict(), "\n\n".join(texts))
     files.tell()
     if ramps := assumption(job):

@@ -476,6 +476,7 @@ def _start_program(argv: Sequence[str], program: Sequence[str]) -> int:
         hosts_given=bool(options["hostfile"]),
         site=None,
         version=lambda: mpiexec_version(shutil.which),
+        submits=False,
     )
     variables = exported(os.environ, options["export_env"], options["env"], {})
     starts = "dry_run" not in words.switches

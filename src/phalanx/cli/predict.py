@@ -23,7 +23,7 @@ from phalanx.cli.graph import run as plan_graph
 from phalanx.cli.verb import FROM, MOST_COLUMNS, Option, Words, flag_of, job_verb
 from phalanx.config import values
 from phalanx.config.job import Job, Optimizer
-from phalanx.cost.breakdown import document, duration, memory_lines, not_covered, slow_format, subject, time_lines
+from phalanx.cost.breakdown import completions_line, document, duration, memory_lines, slow_format, subject, time_lines
 from phalanx.cost.frameworks import FRAMEWORKS, PHALANX, calibrated
 from phalanx.cost.job_spec import step_spec
 from phalanx.cost.money import Prices, amount, is_asked, run_cost, tokens_of
@@ -284,7 +284,7 @@ def as_json(spec: StepSpec, prediction: Prediction, traffic: dict[str, dict[str,
     sizes = {"parameters": count(spec.model), "active_parameters": count_active(spec.model)}
     if spec.model.freezes:
         sizes["trained_parameters"] = count_trained(spec.model)
-    notes = [*filter(None, [slow_format(spec), not_covered(spec.compared)])]
+    notes = [*filter(None, [slow_format(spec), completions_line(spec)])]
     return {**document(prediction), **sizes, "traffic_bytes": traffic, "advice": hints, "notes": notes}
 
 
@@ -307,8 +307,8 @@ def report(spec: StepSpec, prediction: Prediction, traffic: dict[str, dict[str, 
     ]
     if slow := slow_format(spec):
         lines.insert(2, f"precision: {slow}")
-    if left_out := not_covered(spec.compared):
-        lines.insert(2, f"completions: {left_out}")
+    if said := completions_line(spec):
+        lines.insert(2, f"completions: {said}")
     lines += ["", "bytes sent per step by rank 0:" if traffic else "bytes sent per step by rank 0: none"]
     for axis, collectives in traffic.items():
         for collective, sent in collectives.items():

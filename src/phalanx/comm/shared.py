@@ -246,16 +246,20 @@ def share(group: dist.ProcessGroup) -> SharedGroup | None:
     own = _create()
     said = _gather([_here(), os.getpid(), -1 if own is None else own], group)
     found: SharedGroup | None = None
+    peers = list[int]()
     places, pids, descriptors = zip(*said, strict=True)
     if len({*places}) == 1 and len({*pids}) == len(pids) and min(descriptors) >= 0:
         with suppress(OSError, ValueError):  # ValueError: no address space
             outboxes = [_map(pid, descriptor, len(pids)) for pid, descriptor in zip(pids, descriptors, strict=True)]
-            peers = [os.pidfd_open(pid) for pid in pids]  # can be read once a process has ended
+            for pid in pids:  # can be read once a process has ended
+                peers.append(os.pidfd_open(pid))
             spins = dist.get_world_size() <= len(os.sched_getaffinity(0))
             found = SharedGroup(group, outboxes, peers, LOOKS if spins else 1)
     agreed = all(found for (found,) in _gather([int(found is not None)], group))  # and have mapped this rank's
     if own is not None:
         os.close(own)
+    if found is None:
+        _close(peers)
     return found if agreed else None
 
 

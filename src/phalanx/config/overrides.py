@@ -76,7 +76,9 @@ def parse(argv: Sequence[str], switches: Collection[str] = ()) -> CommandLine:
         elif word.endswith((".yaml", ".yml")) or os.path.isfile(word):
             words.files.append(Path(word))
         else:
-            words.problems.append(f"unexpected {word!r}: expected a job file (.yaml), key=value or --key value")
+            own = os.path.join(word, "config.yaml")
+            of_run = f"; the job of this run is {own}" if os.path.isfile(own) else ""
+            words.problems.append(f"unexpected {word!r}: expected a job file (.yaml), key=value or --key value{of_run}")
     return words
 
 

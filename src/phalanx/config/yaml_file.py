@@ -62,6 +62,7 @@ def read(path: Path) -> tuple[list[Setting], list[str]]:
 
 def parse(text: str, name: str) -> tuple[list[Setting], list[str]]:
     """Returns the settings and problems of YAML text; `name` stands for the file in messages and origins."""
+    form = "JSON" if name.endswith(".json") else "YAML"
     try:
         if line := too_deep(text):
             return [], [f"{name}:{line}: nested deeper than {MOST_NESTING} levels"]
@@ -70,10 +71,10 @@ def parse(text: str, name: str) -> tuple[list[Setting], list[str]]:
         mark = error.problem_mark or error.context_mark
         line = f":{mark.line + 1}" if mark else ""
         if mark and text[mark.index : mark.index + 1] == "\t":
-            return [], [f"{name}{line}: not valid YAML: a tab, where it takes only spaces"]
-        return [], [f"{name}{line}: not valid YAML: {error.problem or error.context}"]
+            return [], [f"{name}{line}: not valid {form}: a tab, where it takes only spaces"]
+        return [], [f"{name}{line}: not valid {form}: {error.problem or error.context}"]
     except yaml.YAMLError as error:
-        return [], [f"{name}: not valid YAML: {error}"]
+        return [], [f"{name}: not valid {form}: {error}"]
     settings: list[Setting] = []
     problems: list[str] = []
     if root is None:

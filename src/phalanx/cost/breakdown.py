@@ -6,18 +6,23 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from phalanx.config.corpora import Compared
 from phalanx.config.job import Job
 from phalanx.config.model import ModelConfig
 from phalanx.config.precision import HALF
 from phalanx.config.presets import CATALOGUE
+from phalanx.cost.generation_time import generation
 from phalanx.cost.prediction import Parts, Prediction
 from phalanx.cost.rank_memory import RankMemory
 from phalanx.cost.spec import StepSpec
 from phalanx.units import counted, gib
 
 _BAR = 40  # characters of all bars of a breakdown together
-MOMENTS = {"loss": "at the loss", "backward": "in the backward pass", "optimizer": "in the optimizer step"}
+MOMENTS = {
+    "loss": "at the loss",
+    "backward": "in the backward pass",
+    "optimizer": "in the optimizer step",
+    "generation": "while completions are generated",
+}
 """The moments of peak memory (RankMemory.moment) as a message names them."""
 
 
@@ -52,13 +57,16 @@ def slow_format(spec: StepSpec) -> str:
     return f"in fp32 a device multiplies{at}, in {name} at {half:.3g}: train.precision={name}"
 
 
-def not_covered(compared: Compared) -> str:
-    """Says what the figures of a step leave out, or returns nothing."""
-    if compared != "completions":
+def completions_line(spec: StepSpec) -> str:
+    """Says what is generated per batch of completions, by what rates, and what is not predicted; or nothing."""
+    if not (made := generation(spec)):
         return ""
     return (
-        "these are the figures of one update (GRPO): generating completions, rewarding them, the forward passes that "
-        "score them, and the reference model, which is a copy of the trained parameters, come on top"
+        f"{made.prompts} prompts of {made.prompt_tokens} tokens × {spec.batch.global_batch // made.prompts} of "
+        f"{made.new_tokens} new ones, at most, per batch of {counted(made.updates, 'step')}: prompts "
+        f"{duration(made.prompts_s)}, decoding {duration(made.decoding_s)} ({made.texts} texts at once, "
+        f"{made.tokens_per_s:,.0f} tokens/s per group of ranks, cache {gib(made.cache)}), scoring "
+        f"{duration(made.scoring_s)}; rewards are not predicted"
     )
 
 
@@ -131,6 +139,7 @@ def document(prediction: Prediction) -> dict[str, Any]:
         },
         "model_flops": prediction.model_flops,
         "hardware_flops": prediction.hardware_flops,
+        **({"generation": prediction.generation.as_dict()} if prediction.generation else {}),
     }
 
 

@@ -155,7 +155,8 @@ def rank_spec(job: Job, vocab: int, device: str = "") -> StepSpec:
         stages=stages(model, job.layout),
         document_mask=job.data.document_mask,
         more=update_costs(job),
-        compared=compared_in(job.data),
+        compared=(compared := compared_in(job.data)),
+        rollout=job.train.grpo if compared == "completions" else None,
     )
     return with_loss_chunk(with_recompute_budget(spec))
 

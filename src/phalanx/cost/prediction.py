@@ -21,6 +21,7 @@ from phalanx.config.layout import Layout
 from phalanx.config.model import ModelConfig
 from phalanx.cost.communication import boundary_seconds, group
 from phalanx.cost.exposed import ComposedStep, Hops, compose, geometric, idle, on_grid
+from phalanx.cost.generation_time import RolloutTime, generation
 from phalanx.cost.held import contents
 from phalanx.cost.intervals import memory_factors, sureness, time_factors
 from phalanx.cost.kernels import peak_flops
@@ -66,6 +67,10 @@ class Parts:
     """Exposed copies between device and host."""
     files: float = 0.0
     """Exposed reads and writes of optimizer state in files."""
+    generation: float = 0.0
+    """A step's share of generating its batch of completions (GRPO)."""
+    scoring: float = 0.0
+    """The same of the forward passes that score them."""
     forward: float = 0.0
     """The part of products, streams and host in forward passes; the rest is in backward passes."""
 
@@ -91,6 +96,7 @@ class Parts:
             ("optimizer", self.optimizer),
             *([("host copies exposed", self.copies)] if self.copies else []),
             *([("disk exposed", self.files)] if self.files else []),
+            *([("generation", self.generation), ("scoring", self.scoring)] if self.generation else []),
         ]
 
 
@@ -124,6 +130,8 @@ class Prediction(ShownInNotebooks):
     """Bytes of host memory per device; 0: not known."""
     disk_limit: float = 0.0
     """Bytes of disk per device; 0: not known."""
+    generation: RolloutTime | None = None
+    """The completions of a batch, of whose time each step of it has its share (GRPO)."""
 
     @property
     def step_time_s(self) -> float:
@@ -257,6 +265,7 @@ def step_parts(spec: StepSpec) -> Parts:
         "pp": _between_stages(spec, step) + (duplicated_stages_seconds(spec, held) if bidirectional else 0.0),
         "dp_shard" if layout.shard_ranks > 1 else "dp_replicate": m * slowest.shard + float(step.state),
     }
+    made = generation(spec)
     exposed["dp_replicate"] = exposed.get("dp_replicate", 0.0) + synchronization_seconds(spec, held)
     return Parts(
         products=m * slowest.products,
@@ -268,6 +277,8 @@ def step_parts(spec: StepSpec) -> Parts:
         optimizer=optimizer,
         copies=(sum(host.late) if host else 0.0) + fetched + m * slowest.copies,
         files=host.late_files if host else 0.0,
+        generation=(made.prompts_s + made.decoding_s) / made.updates if made else 0.0,
+        scoring=made.scoring_s / made.updates if made else 0.0,
         forward=m * (slowest.forward_seconds - slowest.forward_communication),
     )
 
@@ -322,4 +333,5 @@ def predict(spec: StepSpec) -> Prediction:
         sure=sureness(spec),
         host_limit=spec.cluster.host.memory_gib * 2**30,
         disk_limit=spec.cluster.host.disk_gib * 2**30,
+        generation=generation(spec),
     )

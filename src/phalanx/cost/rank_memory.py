@@ -15,6 +15,7 @@ from phalanx.config.cluster import Cluster
 from phalanx.cost.block_memory import BlockBytes, BlockRun, StepSizes
 from phalanx.cost.compression import compression_bytes
 from phalanx.cost.exposed import larger
+from phalanx.cost.generation import generation_bytes
 from phalanx.cost.held import (
     Flight,
     LayerKind,
@@ -448,7 +449,7 @@ class RankParts:
         return 0 if counted else table(self.model, self.layout.tp) * self.width
 
 
-Moment = Literal["loss", "backward", "optimizer"]
+Moment = Literal["loss", "backward", "optimizer", "generation"]
 PARTS = ("parameters", "gradients", "optimizer", "activations", "logits", "communication", "reserved")
 
 
@@ -473,7 +474,8 @@ class RankMemory:
     context: int = 0
     """The part of `reserved` outside torch's allocator: the device's context and communicators' buffers."""
     moment: Moment = "backward"
-    """Time of the peak: the loss, the backward pass of the first micro-batch to come back, or the optimizer step."""
+    """Time of the peak: the loss, the backward pass of the first micro-batch to come back, the optimizer step, or the
+    generation of completions."""
     in_flight: float = 0
     """Most micro-batches in flight on the rank, averaged over its stages."""
     host: int = 0
@@ -546,7 +548,9 @@ def overfull(cluster: Cluster, host: Any, disk: Any) -> Any:
 def _fullest(step: StepParts, flight: Flight) -> RankMemory:
     """Returns the memory of a rank at the fullest of its moments."""
     memory_profile, rank = step.memory_profile, RankParts(step, flight)
+    beside = generation_bytes(step.spec, rank.of_kind.items(), (rank.first, rank.last))
     state = rank.state()
+    state = state._replace(parameters=state.parameters + beside.reference)
     kept, in_flight = rank.kept(flight.most)
     # Programs that keep all parameters whole under pp were measured with more.
     unsent = state.unsent > 0 and not memory_profile.whole_under_pp
@@ -574,18 +578,14 @@ def _fullest(step: StepParts, flight: Flight) -> RankMemory:
         moments.append(("backward", early, kept + again, waiting + summed, moving + whole))
     if flight.later and not stays and not updates_each:
         again, moving = rank.backward(True, unsent=unsent)
-        moments.append(
-            (
-                "backward",
-                state.early(True, bucket),
-                rank.kept(flight.later)[0] + again,
-                rank.waiting_logits(later=True),
-                moving + whole,
-            )
-        )
+        late = rank.kept(flight.later)[0] + again, rank.waiting_logits(later=True), moving + whole
+        moments.append(("backward", state.early(True, bucket), *late))
     if updates_each:  # while the others are in flight
         others = [tuple(max(0.0, count - 1) for count in counts) for counts in flight.most]
         moments.append(("optimizer", state.gradients + state.copied, rank.kept(others)[0], 0, 0))
+    if step.spec.rollout:
+        unsent = 0 if gathers_parameters(step.spec.layout) else state.unsent
+        moments.append(("generation", unsent, beside.cache, beside.logits, beside.gathered))
     moment, early, activations, logits, moving = max(moments, key=lambda each: sum(each[1:]))
     allocated = state.fullest(early, activations + logits, moving)
     # Where the optimizer's copy finds no room it takes more than the fullest moment needs.

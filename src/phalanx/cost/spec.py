@@ -10,7 +10,7 @@ from phalanx.blocks.kinds import BlockKind
 from phalanx.blocks.operator import MemoryProfile
 from phalanx.config.cluster import Cluster
 from phalanx.config.corpora import Compared
-from phalanx.config.job import Optimizer
+from phalanx.config.job import GrpoOptions, Optimizer
 from phalanx.config.layout import Layout
 from phalanx.config.model import ModelConfig
 from phalanx.config.precision import Products
@@ -171,6 +171,8 @@ class StepSpec(Hashed):
     compared: Compared = ""
     """What the loss compares (pairs: DPO, completions: GRPO). Each token's gradient is then scaled by a factor that
     depends on the whole sequence."""
+    rollout: GrpoOptions | None = None
+    """How the completions of a batch are generated, if the loss is theirs."""
 
     @property
     def fitted(self) -> bool:

@@ -20,10 +20,14 @@ from phalanx.comm.axis import Pending
 from phalanx.comm.calls import Recording, TimedCall, recorded
 from phalanx.config.cluster import DEVICE_TYPES
 from phalanx.config.clusters import ACCELERATORS, maker_of
+from phalanx.config.corpora import has_prompts
 from phalanx.config.job import Job
+from phalanx.cost.generation import columns, lengths, texts_of
+from phalanx.cost.job_spec import rank_spec
 from phalanx.data.loader import MicroBatch
 from phalanx.dryrun.world import KNOWN_BYTES, Allocation, DryWorld, pretended
 from phalanx.errors import JobError
+from phalanx.generate.rollouts import TrainedDecoder
 from phalanx.launch.watchdog import heartbeat
 from phalanx.launch.watchdog.heartbeat import Phase
 from phalanx.parallel import mesh as meshes
@@ -186,6 +190,10 @@ def rehearse(
             dry.known_bytes = KNOWN_BYTES
             state = TrainState(stepper, "", vocab_size)
             dry.mark("parameters", parameters_of(stepper.replica, stepper.optimizer))
+            reference = []
+            if has_prompts(job.data) and job.train.grpo.beta:
+                reference = [shard.value.detach().clone() for shard in stepper.trained]
+                dry.mark("parameters", reference)
             if observer:
                 observer.begins(stepper)
             mesh.ledger.clear()
@@ -213,15 +221,41 @@ def rehearse(
             found.calls = recording.calls[last:]
             found.checkpoint_bytes = sum(share.flat.nbytes for share in state.shares())
             stepper.reload()
+            if has_prompts(job.data):
+                with mesh.ledger.untracked(), heartbeat.within(Phase.DATA):
+                    _generate(stepper, vocab_size, dry)
             _measure_memory(found, dry)
             _save(state)
             if job.train.eval_every:
                 with mesh.ledger.untracked():
                     batches = [stepper.tensors(micro, steps, validates=True) for micro in driver.feed.peek()]
                     validation_loss(stepper.replica, mesh, batches, device)
-            del driver, state, stepper, guard
+            del driver, state, stepper, guard, reference
     found.seconds = time.perf_counter() - began
     return found
+
+
+def _generate(stepper: Stepper, vocab_size: int, dry: DryWorld) -> None:
+    """Begins as many texts as the job generates at once, the longest prompts first, and takes the last of their steps.
+    What they draw is left out, and the passes that score them, which need less than training."""
+    spec = rank_spec(stepper.job, vocab_size)
+    assert spec.rollout, "the job has prompts"
+    texts, (prompt, new) = texts_of(spec, spec.rollout)[1], lengths(spec, spec.rollout)
+    generating, group = TrainedDecoder(stepper), spec.rollout.group
+    decoder = generating.decoder
+    with generating.parameters():
+        dry.mark("communication", decoder.model.parameters())
+        for first in range(0, texts, group):
+            decoder.prefill("", [0] * prompt, min(group, texts - first), last=True)
+        cache, last = decoder.batches[""], prompt + new - 2
+        while cache.length <= last:  # of the passes only those in which the cache grows, and the last
+            decoder.step("", [[0]] * texts)
+            if cache.length < last:
+                cache.length = min(columns(spec, cache.length), last)
+            heartbeat.enter_module("")
+            dry.mark("activations", cache.tensors())
+        decoder.keep("", range(texts - 1))  # all but one have ended
+        dry.mark("activations", cache.tensors())
 
 
 def _save(state: TrainState) -> None:

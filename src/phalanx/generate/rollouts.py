@@ -73,6 +73,51 @@ class Completion(GenerationRequest):
         self.take(token)
 
 
+class TrainedDecoder:
+    """What generates with a rank's trained parameters."""
+
+    def __init__(self, stepper: Stepper):
+        self.replica, self.mesh = stepper.replica, stepper.mesh
+        self.decoder = self._decoder(stepper)
+
+    def _decoder(self, stepper: Stepper) -> Decoder:
+        """Returns a decoder without parameters, of this rank's layers and parts of matrices."""
+        stages, tp = stepper.replica.model.stages, self.mesh.axis("tp")
+        with torch.device("meta"):
+            dtype = next(stepper.replica.objective.parameters()).dtype
+            model = Transformer(stepper.job.model, stepper.vocab_size).to(dtype)
+        here, placement = {0: Stage(tuple(model.blocks), True, True)}, (0,)
+        if stages is not None:
+            stages.keep(model)
+            here, placement = stages.local_stages, stages.schedule.placements[0]
+        if tp.size > 1:
+            tensor.cut_parameters(model, tp)
+            tensor.connect(model, tensor.TensorParallel(tp))
+        pp = self.mesh.axis("pp")
+        return Decoder(model, stepper.device, stepper.vocab_size, here, placement, pp, tp, alike=True)
+
+    @contextmanager
+    def parameters(self) -> Iterator[None]:
+        """Gives the decoder the parameters as they are, in a `with` block: the trained tensors themselves, or whole
+        copies of sharded ones."""
+        replica, model = self.replica, self.decoder.model
+        replica.arrive()
+        trained = dict(replica.objective.model.named_parameters())
+        shards = {shard.name: shard for shard in replica.shards}
+        for name, parameter in list(model.named_parameters()):
+            value = trained[name].detach()
+            if hasattr(value, "to_local"):
+                value = _gathered(shards[name])
+            if value.numel() < parameter.numel():  # the experts of one of the ranks of ep
+                value = _together(self.mesh.axis("ep"), value.flatten())
+            _set(model, name, value.view(parameter.shape))
+        try:
+            yield
+        finally:
+            for name, parameter in list(model.named_parameters()):
+                _set(model, name, torch.empty_like(parameter, device="meta"))
+
+
 class Rollouts:
     """One rank's part in generating, rewarding and scoring the completions of a run. All ranks make the same calls."""
 
@@ -90,7 +135,7 @@ class Rollouts:
         """Whether this rank's results count, of those that generate together."""
         self.generators = self.mesh.data_ranks * self.mesh.sizes["cp"]
         self.generator = self.mesh.data_rank * self.mesh.sizes["cp"] + place["cp"]
-        self.decoder = self._decoder()
+        self.generating = TrainedDecoder(stepper)
         self.reference: list[Tensor] = []
         """The reference model's values of the trained parameters here; empty without one."""
         self.micro_batches: list[MicroBatch] = []
@@ -98,22 +143,6 @@ class Rollouts:
         """Figures of the current batch, by their names in metrics.jsonl."""
         self.used = self.all_used = 0
         """Positions without padding, in the current batch and in all batches so far."""
-
-    def _decoder(self) -> Decoder:
-        """Returns a decoder without parameters, of this rank's layers and parts of matrices."""
-        stepper, stages, tp = self.stepper, self.stepper.replica.model.stages, self.mesh.axis("tp")
-        with torch.device("meta"):
-            dtype = next(stepper.replica.objective.parameters()).dtype
-            model = Transformer(self.job.model, stepper.vocab_size).to(dtype)
-        here, placement = {0: Stage(tuple(model.blocks), True, True)}, (0,)
-        if stages is not None:
-            stages.keep(model)
-            here, placement = stages.local_stages, stages.schedule.placements[0]
-        if tp.size > 1:
-            tensor.cut_parameters(model, tp)
-            tensor.connect(model, tensor.TensorParallel(tp))
-        pp = self.mesh.axis("pp")
-        return Decoder(model, stepper.device, stepper.vocab_size, here, placement, pp, tp, alike=True)
 
     def refer(self, start: Callable[[], None]) -> bool:
         """Keeps the weights that the run begins with, which a new model has after `start`, as the reference model.
@@ -224,8 +253,8 @@ class Rollouts:
         `_columns` are parts."""
         seq_len = self.job.model.seq_len
         table = torch.zeros(rows, 2 * seq_len + 4, dtype=torch.float64)
-        engine = Engine(self.decoder, max_batch=self.options.max_batch)
-        with self._parameters():
+        engine = Engine(self.generating.decoder, max_batch=self.options.max_batch)
+        with self.generating.parameters():
             for each in wanted:
                 engine.submit(each)
             while engine.step():
@@ -245,27 +274,6 @@ class Rollouts:
         tokenizer = self.data.tokenizer
         prompt = tokenizer.decode(each.tokens[: each.prompt_length])
         return self.reward(prompt, tokenizer.decode(without_end(tokenizer, each.new_tokens)), each.answer)
-
-    @contextmanager
-    def _parameters(self) -> Iterator[None]:
-        """Gives the decoder the parameters as they are, in a `with` block: the trained tensors themselves, or whole
-        copies of sharded ones."""
-        replica, model = self.stepper.replica, self.decoder.model
-        replica.arrive()
-        trained = dict(replica.objective.model.named_parameters())
-        shards = {shard.name: shard for shard in replica.shards}
-        for name, parameter in list(model.named_parameters()):
-            value = trained[name].detach()
-            if hasattr(value, "to_local"):
-                value = _gathered(shards[name])
-            if value.numel() < parameter.numel():  # the experts of one of the ranks of ep
-                value = _together(self.mesh.axis("ep"), value.flatten())
-            _set(model, name, value.view(parameter.shape))
-        try:
-            yield
-        finally:
-            for name, parameter in list(model.named_parameters()):
-                _set(model, name, torch.empty_like(parameter, device="meta"))
 
     def _micro_batches(
         self, done: int, inputs: Tensor, targets: Tensor, used: Tensor, policy: Tensor | None = None

@@ -243,6 +243,7 @@ def launcher_for(
     hosts_given: bool,
     site: Site | None,
     version: Callable[[], str],
+    submits: bool = True,
 ) -> Launcher:
     """Returns the launcher: the wanted one, or that of the place. `version` returns what `mpiexec --version` prints.
     Raises JobError where nothing can start the job, with the ways to start it."""
@@ -262,9 +263,10 @@ def launcher_for(
             raise JobError("this job of PBS has several nodes, but no mpiexec: load its module, or give --launcher ssh")
     elif place.kind in ("slurm login node", "pbs login node"):
         scheduler, allocation = ("slurm", "salloc") if place.kind.startswith("slurm") else ("pbs", "qsub -I")
+        ways = f"submit the job (--submit {scheduler}), " if submits else ""  # programs are not submitted
         raise JobError(
-            f"{here}: submit the job (--submit {scheduler}), call this inside an allocation ({allocation}), or run it "
-            "on this very host (--launcher local)"
+            f"{here}: {ways}call this inside an allocation ({allocation}), or run it on this very host "
+            "(--launcher local)"
         )
     elif nodes > 1:
         hosts = "name the hosts (--hostfile FILE, one per line, reached over ssh), or run all ranks here (--nnodes 1)"

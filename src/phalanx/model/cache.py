@@ -12,12 +12,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from phalanx.blocks.attention import FIRST_COLUMNS, SPARE_COLUMNS
 from phalanx.model.documents import Documents
-
-FIRST_COLUMNS = 256
-"""Columns that are allocated at first, within the capacity; then twice as many, and so on."""
-SPARE_COLUMNS = 64
-"""Columns before all sequences, which rewinding may leave, that are tolerated before all move left."""
 
 
 class Cache:
@@ -99,6 +95,10 @@ class Cache:
         if min(self.starts) > SPARE_COLUMNS // 2:
             self._rebuild([(self, row) for row in range(len(dropped))])
 
+    def tensors(self) -> list[Tensor]:
+        """Returns the keys and values of every layer."""
+        return [tensor for pair in self._layers.values() for tensor in pair]
+
     @property
     def _batch(self) -> int:
         return next(iter(self._layers.values()))[0].shape[0] if self._layers else 0
@@ -113,22 +113,25 @@ class Cache:
         return made
 
     def _rebuild(self, rows: Sequence[tuple[Cache, int]]) -> None:
-        """Makes the sequences of several caches those of this one, in this order."""
+        """Makes the sequences of several caches those of this one, in this order. One layer after the other moves."""
         firsts = [cache.starts[row] if cache.starts else 0 for cache, row in rows]
         lengths = [cache.length - first for (cache, _), first in zip(rows, firsts, strict=True)]
         longest = max(lengths, default=0)
-        layers: dict[int, tuple[Tensor, Tensor]] = {}
-        for layer in rows[0][0]._layers if rows else ():
-            pairs = [cache._layers[layer] for cache, _ in rows]
+        together: dict[tuple[Cache, int, int], tuple[list[int], list[int]]] = {}
+        for place, ((cache, row), first, length) in enumerate(zip(rows, firsts, lengths, strict=True)):
+            places, sources = together.setdefault((cache, first, length), ([], []))
+            places.append(place)
+            sources.append(row)
+        for layer in list(rows[0][0]._layers) if rows else ():
             made = []
             for which in (0, 1):
-                like = pairs[0][which]
+                like = rows[0][0]._layers[layer][which]
                 columns = min(max(longest + 1, like.shape[2]), self.capacity + SPARE_COLUMNS)
                 tensor = like.new_zeros(len(rows), like.shape[1], columns, like.shape[3])
-                for place, ((_, row), first, length) in enumerate(zip(rows, firsts, lengths, strict=True)):
-                    source = pairs[place][which][row, :, first : first + length]
-                    tensor[place, :, longest - length : longest] = source
+                for (cache, first, length), (places, sources) in together.items():
+                    source = cache._layers[layer][which][:, :, first : first + length]
+                    tensor[places, :, longest - length : longest] = source[sources]
                 made.append(tensor)
-            layers[layer] = (made[0], made[1])
-        self._layers, self.length = layers, longest
-        self.starts = [longest - length for length in lengths]
+            self._layers[layer] = (made[0], made[1])
+        self._layers = self._layers if rows else {}
+        self.length, self.starts = longest, [longest - length for length in lengths]

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from phalanx.config.cluster import Cluster
 from phalanx.config.layout import Layout
-from phalanx.cost.breakdown import duration, not_covered, slow_format
+from phalanx.cost.breakdown import completions_line, duration, slow_format
 from phalanx.cost.communication import RankGroup, group
 from phalanx.cost.prediction import Prediction, predict
 from phalanx.cost.spec import StepSpec
@@ -66,7 +66,7 @@ def _bound(prediction: Prediction) -> str:
 
 
 def _format(spec: StepSpec) -> str:
-    found = [*filter(None, [slow_format(spec), not_covered(spec.compared)])]
+    found = [*filter(None, [slow_format(spec), completions_line(spec)])]
     return " ".join(f"{each[0].upper()}{each[1:]}." for each in found)
 
 

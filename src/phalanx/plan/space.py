@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 from phalanx.axes.experts import EXPERTS
 from phalanx.check.layout import layout_problems
 from phalanx.config.cluster import Cluster, with_processes
-from phalanx.config.corpora import PAIR, has_conversations, has_pairs
-from phalanx.config.job import Job, Optimizer, Train
+from phalanx.config.corpora import PAIR, Compared, has_conversations, has_pairs
+from phalanx.config.job import GrpoOptions, Job, Optimizer, Train
 from phalanx.config.layout import Layout
 from phalanx.config.model import ModelConfig
 from phalanx.config.precision import Products
@@ -56,6 +56,9 @@ class PlanRequest:
     """Whether attention must not cross documents."""
     more: UpdateCosts = NOTHING_MORE
     """What techniques add to the optimizer's step."""
+    compared: Compared = ""
+    rollout: GrpoOptions | None = None
+    """What the loss compares, and how its completions are generated (StepSpec)."""
     headroom: float | None = None
     """Share of a device's memory that stays free beyond the upper end of the predicted interval; None: what is
     predicted may fill the device."""
@@ -105,6 +108,8 @@ class PlanRequest:
             optimizer=self.optimizer,
             document_mask=self.document_mask,
             more=self.more,
+            compared=self.compared,
+            rollout=self.rollout,
         )
 
     def job(self, layout: Layout) -> Job:
@@ -158,6 +163,8 @@ def plan_request(job: Job, vocab: int, fixed: Mapping[str, Any] | None = None) -
         folds=not has_conversations(job.data),
         document_mask=spec.document_mask,
         more=spec.more,
+        compared=spec.compared,
+        rollout=spec.rollout,
         headroom=job.plan.headroom,
         band=TIED,
     )
