@@ -83,7 +83,7 @@ def matrix() -> Iterator[tuple[str, str]]:
             selection = select(load_job(*words.split()), full=full, max_ranks=ranks)
             for layout in selection.layouts:
                 case = selection.case(layout)
-                if layout.processes > 1 and not [*problems(case)]:
+                if not [*problems(case)]:
                     yield model, f"{layout.line()} model.n_layers={case.model.n_layers}"
 
 
@@ -112,7 +112,7 @@ LAYOUTS = (
         if WHOLE
         else ()
     ),
-    *(matrix() if "PHALANX_STATIC" in os.environ else ()),
+    *(dict.fromkeys(matrix()) if "PHALANX_STATIC" in os.environ else ()),
 )
 
 
