@@ -38,7 +38,7 @@ MOST_LINES = {
     "config": 7320,
     "cost": 6800,
     "data": 6810,
-    "dryrun": 2345,
+    "dryrun": 2640,
     "evaluate": 670,
     "exchange": 2620,
     "foreign": 4325,

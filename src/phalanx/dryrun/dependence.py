@@ -200,7 +200,9 @@ class RankProgram:
                 self.find(event.name, f"it does not depend on {self._words(missing, expected)}")
             if not self.shared.versions:
                 self.final = True
-                bit = self.shared.gradients.setdefault(event.constants, 1 << self._first_bit + len(self.shared.gradients))
+                bit = self.shared.gradients.setdefault(
+                    event.constants, 1 << self._first_bit + len(self.shared.gradients)
+                )
                 self.states.put(at, [(first, last, bits | bit) for first, last, bits in self.states.pieces(at)])
         elif (parameter := name.removeprefix("parameter ")) in self.shared.trained:
             self.shared.updates.append((self, parameter, self.states.of(at)))

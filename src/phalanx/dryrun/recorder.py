@@ -1,5 +1,5 @@
-"""Records the operations of a rank's rehearsed program, with where in memory they read and write, for dryrun/sums.py and
-dryrun/dependence.py; and keeps what is known of every byte of those storages."""
+"""Records the operations of a rank's rehearsed program, with the bytes that they read and write, for dryrun/sums.py
+and dryrun/dependence.py; `ByteStates` keeps what those know of every byte."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from phalanx.data.loader import MicroBatch
 from phalanx.dryrun.operations import RealTensors
 from phalanx.launch.watchdog import heartbeat
 from phalanx.parallel.parameter_shards import ParameterShard
+from phalanx.partition.derived import gathers_parameters
 from phalanx.train.step import Stepper
 
 PIECEWISE = {"copy_", "clone", "_to_copy", "add_", "add", "mul_", "div_", "mul", "div", "sub_", "detach", "zero_"}
@@ -227,6 +228,7 @@ class OperationRecorder(TorchDispatchMode):
 
     def begins(self, stepper: Stepper) -> None:
         optimizer, mesh = stepper.optimizer, stepper.mesh
+        self.gathers = gathers_parameters(stepper.job.layout)
         cp, tokens = mesh.coordinates["cp"], mesh.data_rank
         self.sources = tokens, mesh.data_ranks + tokens * mesh.sizes["cp"] + cp
         self.check("parameter", self._parameters(stepper))
@@ -249,8 +251,12 @@ class OperationRecorder(TorchDispatchMode):
             self.findings.append(SumFinding("", (self.rank, self.rank), "the factor of the loss", why))
 
     def _parameters(self, stepper: Stepper) -> Iterator[tuple[str, Tensor]]:
-        for shard in stepper.replica.local_parameters():
+        for shard in self._followed(stepper.replica.local_parameters()):
             yield _identity(shard), shard.value
+
+    def _followed(self, shards: Sequence[ParameterShard]) -> Iterator[ParameterShard]:
+        """Yields the shards that are judged: with FSDP2 not the counts by which routers balance experts."""
+        return (f for f in shards if not (self.gathers and f.balances))
 
     def reads(self, micro_batches: Sequence[MicroBatch]) -> None:
         self.kept.append(micro_batches)
@@ -269,7 +275,7 @@ class OperationRecorder(TorchDispatchMode):
         self.factor = factor
 
     def gradients(self, stepper: Stepper) -> None:
-        held = [(f, f.gradient) for f in stepper.replica.shards if f.gradient is not None]
+        held = [(f, f.gradient) for f in self._followed(stepper.replica.shards) if f.gradient is not None]
         self.check("gradient of", [(_identity(f) + " | balances" * f.balances, x) for f, x in held])
         self.updates += 1
 
