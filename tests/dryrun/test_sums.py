@@ -135,7 +135,7 @@ LAYOUTS = (
 
 
 def proof(model: str, line: str, job: str = "", bug: Bug | None = None) -> SumProof:
-    selection = select(load_job(*MODELS[model].split(), *job.split()), lines=[line])
+    selection = select(load_job(*MODELS[model].split(), *job.split()), lines=[line], values=False)
     (layout,) = selection.layouts
     with planted(bug) if bug else nullcontext():
         return prove_sums(selection.case(layout), selection.compared.vocab_size)

@@ -21,11 +21,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from phalanx.data.loader import MicroBatch
 from phalanx.dryrun.operations import RealTensors
 from phalanx.launch.watchdog import heartbeat
+from phalanx.parallel.compression import parts
 from phalanx.parallel.parameter_shards import ParameterShard
 from phalanx.partition.derived import gathers_parameters
 from phalanx.train.step import Stepper
+from phalanx.train.sync import DiLoCo
 
-PIECEWISE = {"copy_", "clone", "_to_copy", "add_", "add", "mul_", "div_", "mul", "div", "sub_", "detach", "zero_"}
+PIECEWISE = {"copy_", "clone", "_to_copy", "detach", "zero_"} | {
+    *("add_", "add", "sub_", "sub", "mul_", "mul", "div_", "div"),
+}
 """Operations each of whose elements depends on those at the same place alone: parts of a buffer keep their states."""
 
 
@@ -204,14 +208,14 @@ class OperationRecorder(TorchDispatchMode):
                     made.append(([whole._replace(first=a, last=a + length) for a in starts], self.place(x)))
                     offset += length
             case _:  # chunk_cat
-                tensors, _, ranks, parts = *args, list[BytesOf]()
+                tensors, _, ranks, read = *args, list[BytesOf]()
                 for rank in range(ranks):
                     for x in tensors:
                         at, size = self.place(x), math.ceil(x.shape[0] / ranks) * (x.nbytes // max(x.shape[0], 1))
                         first, last = (min(at.first + n * size, at.last) for n in (rank, rank + 1))
                         padding = BytesOf(-1, 0, size - (last - first), True, ())
-                        parts += [at._replace(first=first, last=last), padding]
-                made.append((parts, self.place(kwargs["out"])))
+                        read += [at._replace(first=first, last=last), padding]
+                made.append((read, self.place(kwargs["out"])))
         for reads, write in made:
             self.events.append(RecordedOperation("cat", where, "", tuple(reads), (write,), (), (False,)))
 
@@ -234,6 +238,10 @@ class OperationRecorder(TorchDispatchMode):
         self.check("parameter", self._parameters(stepper))
         self.check("shard", [(_identity(f), f.value) for f in stepper.trained])
         self.check("master", [(_identity(f), optimizer.masters[f.name]) for f in optimizer.shards])
+        if isinstance(sync := stepper.sync, DiLoCo):
+            for flat in (sync.anchor, sync.momentum):
+                of_shards = zip(optimizer.shards, parts(flat, sync.values), strict=True)
+                self.check("master", [(_identity(f), x) for f, x in of_shards])
         if stepper.replica.objective.compared is None and not self.apart:
             stepper.replica.objective.register_forward_hook(self._watch_loss)
 

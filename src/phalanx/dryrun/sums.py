@@ -44,7 +44,7 @@ from phalanx.dryrun.recorder import (
 from phalanx.dryrun.rehearse import problems as rehearsal_problems
 from phalanx.dryrun.rehearse import rehearse
 from phalanx.parallel import mesh as meshes
-from phalanx.partition.derived import overlaps, solve, stashes
+from phalanx.partition.derived import gathers_parameters, overlaps, solve, stashes
 from phalanx.units import counted
 
 SHOWN = 8
@@ -141,6 +141,8 @@ def _findings(job: Job, recorders: Sequence[OperationRecorder], proof: SumProof)
 
 def problems(job: Job) -> Iterator[str]:
     """Yields why a job's sums cannot be judged."""
+    if gathers_parameters(job.layout) and job.layout.tp > 1 and job.model.mtp:
+        yield "zero=3 with tp and model.mtp: modules for further tokens are not followed through FSDP2; zero=2 is"
     if job.layout.processes > LIMIT:
         yield f"{job.layout.processes} ranks: at most {LIMIT}; smaller axes have the same sums"
     yield from rehearsal_problems(job)
