@@ -45,12 +45,12 @@ class _Shared:
     parts: defaultdict[Key, dict[int, list[Piece]]] = field(default_factory=lambda: defaultdict(dict))
     gradients: dict[str, int] = field(default_factory=dict)
     """By gradient, its bit."""
-    updates: list[tuple[RankProgram, str, int]] = field(default_factory=list)
+    updates: list[tuple[FollowedProgram, str, int]] = field(default_factory=list)
     """Parameters after an update, with their bits."""
     findings: list[SumFinding] = field(default_factory=list)
 
 
-class RankProgram:
+class FollowedProgram:
     """One rank's program. `expected` are the bits that each update depends on."""
 
     def __init__(self, rank: int, stage: int, expected: Sequence[int]):
@@ -232,7 +232,7 @@ def _numbers(bits: int, micros: int) -> frozenset[int]:
 
 
 def follow(
-    programs: Sequence[RankProgram],
+    programs: Sequence[FollowedProgram],
     recorders: Sequence[OperationRecorder],
     norm: Literal["no", "sums", "clips"],
     versions: bool,

@@ -29,7 +29,7 @@ from unittest import mock
 
 from phalanx.comm.axis import Axis
 from phalanx.config.job import Job
-from phalanx.dryrun.dependence import RankProgram, follow
+from phalanx.dryrun.dependence import FollowedProgram, follow
 from phalanx.dryrun.recorder import (
     PIECEWISE,
     BytesOf,
@@ -124,7 +124,7 @@ def _findings(job: Job, recorders: Sequence[OperationRecorder], proof: SumProof)
     for rank in world:
         of_replicas[0 if layout.sync == "bsp" else places[rank][layout.replica_axis]].append(rank)
     everything = [
-        RankProgram(rank, stage, _united(recorders[of] for of in ranks))
+        FollowedProgram(rank, stage, _united(recorders[of] for of in ranks))
         for ranks in of_replicas.values()
         for rank in ranks
     ]
