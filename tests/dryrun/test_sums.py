@@ -124,7 +124,7 @@ LAYOUTS = (
             ("experts", "dp_shard=2,ep=2,zero=1"),
             ("experts", "dp_shard=2,tp=2,ep=2,zero=1"),
             ("experts", "dp_shard=4,ep=2,zero=3"),
-            ("gpt", "pp=2,schedule=pipedream_stash,accumulation=3"),
+            ("llama", "pp=2,schedule=pipedream_stash,accumulation=3 optimizer.clip=0"),
             ("gpt", "dp_replicate=2,dp_shard=2,zero=3,sync=local_sgd"),
         )
         if WHOLE
