@@ -36,6 +36,7 @@ FOUND = {
     "put-off weight gradients read inputs that a later micro-batch has overwritten": "of different micro-batches",
     "the last micro-batch of a step is dropped": "it does not depend on micro-batch 3",
     "with ZeRO-2 a micro-batch's shard replaces that of the one before it": "it does not depend on micro-batch 0",
+    "gradients leave for the optimizer on the host before the last micro-batch has added its own": "on micro-batch 1",
     "accumulation divides the loss once more": "the factor of the loss: 0.5 ×",
     "each rank's loss is a mean over its own tokens, and gradients are the mean of those": "the factor of the loss",
     "the loss is multiplied by the context-parallel ranks": "the factor of the loss: 2 ×",
