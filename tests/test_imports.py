@@ -38,7 +38,7 @@ MOST_LINES = {
     "config": 7400,
     "cost": 7220,
     "data": 6810,
-    "dryrun": 2380,
+    "dryrun": 2690,
     "evaluate": 670,
     "exchange": 2640,
     "foreign": 4350,
@@ -61,7 +61,7 @@ MOST_LINES = {
     "train": 9270,
     "validation": 1660,
     "": 1810,
-    "verify": 4070,
+    "verify": 4075,
 }
 """Lines that a room may have, "" being the modules beside the rooms: whoever makes one shorter lowers its figure, and
 whoever needs more finds first what stands twice."""

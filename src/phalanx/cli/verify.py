@@ -166,7 +166,8 @@ def _of_job(words: Words) -> int:
             "--precision layouts are compared in float64"
         )
     chosen: dict[str, Any] = {"lines": lines, "full": full, "schedules": schedules, "max_ranks": max_ranks}
-    selection = select(words.job, **chosen, as_is=as_is, precision=precision, alone=alone)
+    chosen |= {"as_is": as_is, "precision": precision, "alone": alone, "values": "static" not in words.switches}
+    selection = select(words.job, **chosen)
     if "static" in words.switches:
         return _static(words, selection)
     from phalanx.verify import rounding, run  # here, because they import torch, which --help and errors do not need

@@ -152,8 +152,12 @@ class RehearsalObserver(Protocol):
         """Notes a step's micro-batches, before the step."""
         ...
 
+    def divides(self, factor: float) -> None:
+        """Notes by what a step's summed loss is multiplied, to make a mean over the tokens of all ranks."""
+        ...
+
     def gradients(self, stepper: Stepper) -> None:
-        """Notes the final gradients of a step."""
+        """Notes the final gradients of an update."""
         ...
 
     def ends(self, stepper: Stepper) -> None:
@@ -201,7 +205,7 @@ def rehearse(
             guard = guard_of(stepper, state.history, lambda *_, **__: None)
             driver = driver_of(stepper)(
                 stepper=stepper,
-                feed=cast(Feed, _DrawnFeed(job, vocab_size, mesh, observer is not None)),
+                feed=cast(Feed, _DrawnFeed(job, vocab_size, mesh, observer)),
                 milestones=Milestones(steps, 1, 0, 0),
                 requests=lambda: NO_REQUESTS,
                 lr=lambda _: job.optimizer.lr,
@@ -214,8 +218,9 @@ def rehearse(
                 dry.mark("optimizer", (x for of in stepper.optimizer.state_tensors().values() for x in of.values()))
                 if number < steps:
                     last = len(recording.calls)
-            if observer:
+            if observer:  # and what is left is for figures
                 observer.ends(stepper)
+                return found
             found.traffic_bytes = mesh.ledger.traffic(steps)
             found.flops = _by_kind(dry.flops, steps)
             found.calls = recording.calls[last:]
@@ -286,15 +291,19 @@ class _MarkingStepper(Stepper):
     def gradients(self, micro_batches: Sequence[MicroBatch], step: int, global_tokens: float) -> Tensor:
         heartbeat.enter_module("")  # that of the backward pass before
         if self.observer:
-            self.observer.reads(micro_batches)
-        loss = super().gradients(micro_batches, step, global_tokens)
-        if self.observer:
+            self.observer.divides(self.loss_scale.value / global_tokens)
+        return super().gradients(micro_batches, step, global_tokens)
+
+    def _update(self) -> list[Tensor]:
+        if self.observer:  # before the optimizer has taken them
             self.observer.gradients(self)
-        return loss
+        return super()._update()
 
     def status(self, loss: Tensor, requests: Requests = NO_REQUESTS) -> tuple[Tensor, Tensor, Pending]:
         self.dry.mark("gradients", gradients_of(self.replica, self.optimizer))
         heartbeat.enter_module("")
+        if self.observer and not self.stashing:
+            self.observer.gradients(self)
         return super().status(loss, requests)
 
 
@@ -318,10 +327,10 @@ def gradients_of(replica: Replica, optimizer: ShardedOptimizer) -> list[Tensor]:
 
 class _DrawnFeed:
     """Random micro-batches of one rank: a Feed without data. They are those of the first rank, as large as any, or, if
-    an observer compares ranks, its `own`."""
+    an `observer` compares ranks, its own."""
 
-    def __init__(self, job: Job, vocab_size: int, mesh: Mesh, own: bool):
-        self.job, self.vocab_size, self.mesh, self.own = job, vocab_size, mesh, own
+    def __init__(self, job: Job, vocab_size: int, mesh: Mesh, observer: RehearsalObserver | None):
+        self.job, self.vocab_size, self.mesh, self.observer = job, vocab_size, mesh, observer
         self.batch = batch.solve(job.train.global_batch, job.layout)
         self.next: list[MicroBatch] | None = None
         self.step = 0
@@ -329,10 +338,12 @@ class _DrawnFeed:
     def peek(self) -> list[MicroBatch]:
         if self.next is None:
             share = self.batch.global_batch // self.mesh.data_ranks
-            rows, first = (self.batch.global_batch, self.mesh.data_rank * share) if self.own else (share, 0)
+            rows, first = (self.batch.global_batch, self.mesh.data_rank * share) if self.observer else (share, 0)
             self.next, valid = drawn(self.job, self.vocab_size, rows, range(first, first + share), self.step)
-            self.valid = valid if self.own else valid * self.mesh.data_ranks
+            self.valid = valid if self.observer else valid * self.mesh.data_ranks
             self.step += 1
+            if self.observer:
+                self.observer.reads(self.next)
         return self.next
 
     def take(self) -> list[MicroBatch]:

@@ -330,6 +330,8 @@ class Selection:
     compared: ComparedJob
     as_is: bool = False
     """Whether the model is compared as it is."""
+    values: bool = True
+    """Whether values are compared, which independent replicas have of their own."""
     layouts: list[Layout] = field(default_factory=list)
     skipped: list[Skipped] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
@@ -381,16 +383,18 @@ def select(
     as_is: bool = False,
     alone: bool = False,
     precision: Precision | None = None,
+    values: bool = True,
 ) -> Selection:
     """Selects the layouts of `lines`, or the job's own with the matrix and the covering set, with every layout
     (`full`), with every pipeline schedule alone (`schedules`), or by itself (`alone`).
 
     A layout of the matrix that is not legal for the model, or larger than `max_ranks`, is skipped. Unless `as_is`, a
     model with no more layers than stages gets more, and one without experts gets some for layouts with expert
-    parallelism. `precision`: that of the comparison, by default float64. A named layout that cannot be compared does
+    parallelism. `precision`: that of the comparison, by default float64. Without `values`, independent replicas may be
+    selected, too. A named layout that cannot be compared does
     not stop the others. Raises JobError with every problem if none of the named layouts can be compared.
     """
-    selection, problems = Selection(compared_job(job, as_is, max_ranks, precision), as_is), list[str]()
+    selection, problems = Selection(compared_job(job, as_is, max_ranks, precision), as_is, values), list[str]()
     for line in lines:
         try:
             layout = layout_line.parse(line)
@@ -627,7 +631,7 @@ def _problems(job: Job, selection: Selection, max_ranks: int) -> list[Problem]:
         found.append(("", f"needs {layout.processes} processes, more than --max-ranks {max_ranks}"))
     case = selection.case(layout)
     for each in (*techniques_of(job).values(), *axes_of(layout).values()):
-        found += each.differs(case)
+        found += (wrong for wrong in each.differs(case) if selection.values or wrong[0] != "layout.sync")
     return found
 
 

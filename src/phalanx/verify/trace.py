@@ -147,7 +147,8 @@ class StepRecorder:
         if all(0 <= row < self.rows for row in rows):
             if not self.micros:
                 self._keep_shards("before", {shard.name: shard.value for shard in self.stepper.replica.shards})
-            self.micros[made.tokens.untyped_storage().data_ptr()] = made.tokens, rows, made.positions.cpu()
+            positions = torch.arange(made.tokens.shape[1]) if made.places is None else made.places.cpu()
+            self.micros[made.tokens.untyped_storage().data_ptr()] = made.tokens, rows, positions
         return made
 
     def _enter(self, _: nn.Module, inputs: tuple[Any, ...]) -> None:
