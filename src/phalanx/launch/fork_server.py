@@ -22,6 +22,7 @@ import signal
 import socket
 import sys
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 
@@ -175,6 +176,7 @@ def _main() -> None:
     if function:
         getattr(importlib.import_module(name), function)(*words)
     else:
+        warnings.filterwarnings("ignore", "'.*' found in sys.modules", RuntimeWarning)  # another module imports it, too
         runpy.run_module(name, run_name="__main__", alter_sys=True)
 
 
