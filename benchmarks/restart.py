@@ -103,7 +103,10 @@ def main() -> None:
         os.chdir(directory)
         rounds = [{name: seconds_down(*how) for name, how in contenders.items()} for _ in range(options.rounds)]
         os.chdir("/")
-    median = {name: [statistics.median(values) for values in zip(*(r[name] for r in rounds), strict=True)] for name in contenders}
+    median = {
+        name: [statistics.median(values) for values in zip(*(r[name] for r in rounds), strict=True)]
+        for name in contenders
+    }
     result = {"benchmark": "restart", "machine": machine(), "median": median, "rounds": rounds}
     head = ("ranks from, state from", "seconds from SIGKILL to the next step", "steps done again", "seconds until then")
     table = [head, *((k, f"{v[0]:.1f}", f"{v[1]:.0f}", f"{v[2]:.1f}") for k, v in median.items())]

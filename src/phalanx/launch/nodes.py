@@ -35,6 +35,7 @@ from phalanx.errors import PhalanxError, RunError
 from phalanx.launch import logs
 from phalanx.launch.hosts import free_port, interface_towards, is_this_machine
 from phalanx.launch.logs import next_attempt
+from phalanx.launch.peers import QuietServer
 
 MOST_BYTES = 1 << 16
 WORDS = ("run.nnodes", "layout", "layout.bucket_mb", "train.global_batch", "cluster.nodes", "cluster.devices_per_node")
@@ -308,18 +309,11 @@ class HostLink:
             self.membership.tick()
 
 
-class _Server(socketserver.ThreadingTCPServer):
-    allow_reuse_address = True
-    daemon_threads = True
-    block_on_close = False
-
+class _Server(QuietServer):
     def __init__(self, address: tuple[str, int], membership: Membership, silence_s: float):
         self.membership, self.silence_s = membership, silence_s
         self.address_family = socket.getaddrinfo(*address, type=socket.SOCK_STREAM)[0][0]
         super().__init__(address, _Connection)
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        """Says nothing: whatever a stranger sends, or however a connection breaks, the run goes on."""
 
 
 class _Connection(socketserver.StreamRequestHandler):

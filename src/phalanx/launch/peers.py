@@ -181,16 +181,19 @@ class StateMemory:
                     (self.folder / "own" / part).with_suffix(COPIED).touch()
 
 
-class _PartServer(socketserver.ThreadingTCPServer):
+class QuietServer(socketserver.ThreadingTCPServer):
+    allow_reuse_address = True
     daemon_threads = True
     block_on_close = False
 
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Says nothing: whatever a stranger sends, or however a connection breaks, the run goes on."""
+
+
+class _PartServer(QuietServer):
     def __init__(self, address: tuple[str, int], memory: StateMemory):
         self.memory = memory
         super().__init__(address, _PartRequest)
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        """Says nothing: whatever a stranger sends, or however a connection breaks, the run goes on."""
 
 
 class _PartRequest(socketserver.StreamRequestHandler):
