@@ -1,6 +1,7 @@
 """Seconds from SIGKILL of a rank to the next step: a tiny model on two ranks, so that they are all overhead.
 
-Once with the standby process that has imported what ranks import, and once with ranks that start Python anew.
+With the standby process that has imported what ranks import, from storage and from memory
+(checkpoint.memory_every=1), and with ranks that start Python anew. Also the steps that are done again.
 
 python -m benchmarks.restart [--rounds 3]
 """
@@ -38,15 +39,17 @@ SETTLED_S = 20.0
 """Seconds of training before the kill: the standby process has imported everything by then."""
 
 
-def seconds_down(standby: bool) -> float:
-    """Trains, kills rank 1 with SIGKILL, and stops the run when it trains again. Returns the seconds in between."""
+def seconds_down(standby: bool, memory_every: int) -> tuple[float, int, float]:
+    """Trains, kills rank 1 with SIGKILL, and stops the run when it is as far as before. Returns the seconds to the next
+    step, the steps done again, and the seconds until then."""
     path = Path("job.yaml")
     path.write_text(JOB)
-    loaded = load_file(path, [f"run.name={'standby' if standby else 'anew'}-{time.monotonic_ns()}"])
+    memory = f"checkpoint.memory_every={memory_every}"
+    loaded = load_file(path, [f"run.name={'standby' if standby else 'anew'}-{time.monotonic_ns()}", memory])
     prepare(loaded.job.data)
     directory = RunDirectory.of(loaded.job)
     directory.start(loaded)
-    found: list[float] = []
+    found: list[tuple[float, int, float]] = []
 
     def disturb() -> None:
         while newest_step(directory.metrics) is None:
@@ -54,20 +57,28 @@ def seconds_down(standby: bool) -> float:
         time.sleep(SETTLED_S)
         killed = time.time()
         os.kill(_process_of_rank(1), signal.SIGKILL)
-        rows: list[dict[str, float]] = []
-        while not rows:
+        restarts: list[dict[str, float]] = []
+        again: list[dict[str, float]] = []
+        before = 0
+        while not again:
             time.sleep(0.1)
             lines = directory.metrics.read_text(encoding="utf-8").splitlines()
-            rows = [row for row in map(json.loads, lines) if row["event"] == "restart"]
-        found.append(rows[0]["time"] - killed)
+            rows = [json.loads(line) for line in lines]
+            restarts = [row for row in rows if row["event"] == "restart"]
+            if restarts:
+                steps = [row for row in rows if row["event"] == "step"]
+                before = max(row["step"] for row in steps if row["time"] < restarts[0]["time"] - 0.1)
+                again = [row for row in steps if row["time"] > restarts[0]["time"] - 0.1 and row["step"] > before]
+        done_again = before - restarts[0]["step"]
+        found.append((restarts[0]["time"] - killed, int(done_again), again[0]["time"] - killed))
         os.kill(os.getpid(), signal.SIGTERM)
 
     thread = threading.Thread(target=disturb)
     thread.start()
     preload = PRELOAD if standby else ()
     restarts = Restarts(1, 3600.0, lambda: newest_step(directory.metrics), directory.path, preload)
-    argv = ["train", str(directory.config)]
-    code = launch_local(argv, processes=2, log_dir=directory.logs, threads=1, all_ranks=False, restarts=restarts)
+    argv, how = ["train", str(directory.config)], {"log_dir": directory.logs, "threads": 1, "all_ranks": False}
+    code = launch_local(argv, processes=2, restarts=restarts, memory=memory_every > 0, **how)
     thread.join()
     assert code == 75, f"the run ended with {code}"
     return found[0]
@@ -83,14 +94,22 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=3)
     options, _ = parser.parse_known_args()
-    contenders = {"standby process": True, "Python anew": False}
+    contenders = {
+        "standby process, memory (every step)": (True, 1),
+        "standby process, storage (every 50 steps)": (True, 0),
+        "Python anew, storage (every 50 steps)": (False, 0),
+    }
     with tempfile.TemporaryDirectory() as directory:
         os.chdir(directory)
-        rounds = [{name: seconds_down(standby) for name, standby in contenders.items()} for _ in range(options.rounds)]
+        rounds = [{name: seconds_down(*how) for name, how in contenders.items()} for _ in range(options.rounds)]
         os.chdir("/")
-    median = {name: statistics.median(r[name] for r in rounds) for name in contenders}
-    result = {"benchmark": "restart", "machine": machine(), "seconds": median, "rounds": rounds}
-    table = [("ranks from", "seconds from SIGKILL to the next step"), *((k, f"{v:.1f}") for k, v in median.items())]
+    median = {
+        name: [statistics.median(values) for values in zip(*(r[name] for r in rounds), strict=True)]
+        for name in contenders
+    }
+    result = {"benchmark": "restart", "machine": machine(), "median": median, "rounds": rounds}
+    head = ("ranks from, state from", "seconds from SIGKILL to the next step", "steps done again", "seconds until then")
+    table = [head, *((k, f"{v[0]:.1f}", f"{v[1]:.0f}", f"{v[2]:.1f}") for k, v in median.items())]
     note = f"Other work shared the machine: load average {max(os.getloadavg()):.0f}."
     save("restart", result, table, "How long a restart takes", note)
 

@@ -102,7 +102,7 @@ def _outside(job: Job) -> Iterator[Problem]:
     for other, technique in techniques_of(job).items():
         if other in ("preference", "policy") and technique.is_on(job):
             yield at, "a loss that compares sequences needs replicas that sum gradients; nearest legal: size 1"
-    for path in ("train.eval_every", "checkpoint.every"):
+    for path in ("train.eval_every", "checkpoint.every", "checkpoint.memory_every"):
         if (every := get(job, path)) % (steps := period(layout)):
             nearest = -(-every // steps) * steps
             yield path, f"{own} agrees every {steps} steps, and {every} is no multiple of it; nearest: {nearest}"

@@ -164,6 +164,10 @@ CONDITIONS: dict[str, Condition] = {
         lambda job: job.checkpoint.every or job.checkpoint.every_minutes,
         "is for checkpoints before the end: checkpoint.every or checkpoint.every_minutes above 0",
     ),
+    "checkpoint.memory_every": (
+        lambda job: job.run.max_restarts or job.run.nnodes,
+        "is for runs that restart: run.max_restarts above 0, or run.nnodes",
+    ),
     "checkpoint.keep_every": _SAVES,
     "checkpoint.keep_best": _SAVES,
     "run.restart_window_s": above("run.max_restarts"),

@@ -102,6 +102,7 @@ AT_MOST: list[tuple[int, str, list[str]]] = [
         "a year of steps of 30 ms",
         [
             *("train.steps", "train.log_every", "train.eval_every", "train.eval_samples", "checkpoint.every"),
+            "checkpoint.memory_every",
             *(
                 "checkpoint.keep",
                 "checkpoint.keep_every",

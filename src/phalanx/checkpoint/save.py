@@ -175,9 +175,11 @@ class Save:
         parts: Iterable[Part],
         progress: Callable[[], None] = lambda: None,
         check: Callable[[Part], None] = lambda part: None,
+        meta: Mapping[str, Any] | None = None,
     ) -> None:
-        """Writes this rank's parts and then its report; calls `check` before the elements of a part are read, which may
-        wait or raise, and `progress` after every chunk. Raises RunError, with the rank and its host."""
+        """Writes this rank's parts and then its report, with `meta` if it is given; calls `check` before a part's
+        elements are read, which may wait or raise, and `progress` after every chunk. Raises RunError, with the rank and
+        its host."""
         by_key: dict[str, Part] = {}
         boxes: dict[str, list[Any]] = {}
         for part in parts:
@@ -196,7 +198,8 @@ class Save:
                 file = self._shard(rank)
                 facts = shard_file.write(file, tensors, progress, lambda key: check(by_key[key]))
                 written = {"file": file.name, "bytes": facts.bytes, "xxh3_128": facts.digest}
-            self.reports.write(rank, {**written, "tensors": boxes})
+            stated = {"meta": meta} if meta is not None else {}
+            self.reports.write(rank, {**written, **stated, "tensors": boxes})
 
     def missing(self) -> list[int]:
         """Returns the ranks that have not finished writing, as far as this machine sees."""
@@ -267,24 +270,27 @@ class Save:
 
     def _manifest(self, meta: dict[str, Any]) -> Manifest:
         """Returns the manifest of all ranks' parts. Raises OSError if they are not every element once."""
-        shards: dict[str, ShardFile] = {}
-        tensors: dict[str, StoredTensor] = {}
-        for rank in range(self.ranks):
-            report = self.reports.read(rank)
-            name = report.get("file", "")
-            if name:
-                shards[name] = ShardFile(report["bytes"], report["xxh3_128"])
-                size = (self.directory / name).stat().st_size
-                if size != report["bytes"]:
-                    raise OSError(f"rank {rank} wrote {report['bytes']} bytes to {name}, rank 0 sees {size}")
-            for tensor, (shape, dtype, *boxes) in report["tensors"].items():
-                found = tuple((name, Box(tuple(offsets), tuple(sizes))) for offsets, sizes in boxes)
-                before = tensors[tensor].boxes if tensor in tensors else ()
-                tensors[tensor] = StoredTensor(tuple(shape), dtype, before + found)
-        wrong = [name for name, tensor in tensors.items() if not tensor.complete]
-        if wrong:
+        manifest = manifest_of_reports(self.final, self.step, map(self.reports.read, range(self.ranks)), meta)
+        for name, file in manifest.files.items():
+            if (size := (self.directory / name).stat().st_size) != file.bytes:
+                raise OSError(f"a rank wrote {file.bytes} bytes to {name}, rank 0 sees {size}")
+        if wrong := [name for name, tensor in manifest.tensors.items() if not tensor.complete]:
             raise OSError(f"the ranks' parts are not every element once of {', '.join(wrong)}: a bug")
-        return Manifest(self.final, self.step, True, meta, shards, tensors)
+        return manifest
+
+
+def manifest_of_reports(path: Path, step: int, reports: Iterable[Mapping[str, Any]], meta: dict[str, Any]) -> Manifest:
+    """Returns the manifest of all ranks' reports, in the order of the ranks. Whether it is complete is not checked."""
+    shards: dict[str, ShardFile] = {}
+    tensors: dict[str, StoredTensor] = {}
+    for report in reports:
+        if name := report.get("file", ""):
+            shards[name] = ShardFile(report["bytes"], report["xxh3_128"])
+        for tensor, (shape, dtype, *boxes) in report["tensors"].items():
+            found = tuple((name, Box(tuple(offsets), tuple(sizes))) for offsets, sizes in boxes)
+            before = tensors[tensor].boxes if tensor in tensors else ()
+            tensors[tensor] = StoredTensor(tuple(shape), dtype, before + found)
+    return Manifest(path, step, True, meta, shards, tensors)
 
 
 class _TooLittleSpaceError(OSError):

@@ -19,6 +19,7 @@ import xxhash
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from phalanx.checkpoint.inventory import check_digests
 from phalanx.checkpoint.manifest import ITEM_BYTES, Box, Manifest, ShardFile, StoredTensor
 from phalanx.data.files import open_regular
 from phalanx.errors import CheckpointError, DamagedCheckpointError
@@ -161,6 +162,11 @@ class Reader:
 
     def __exit__(self, *_: object) -> None:
         self.open.clear()
+
+    def verify_share(self, rank: int, ranks: int) -> None:
+        """Checks the digests of a rank's share of the files. Raises DamagedCheckpointError that names the file."""
+        digests = sorted(name for name, file in self.manifest.files.items() if file.digest)
+        check_digests(self.manifest, digests[rank::ranks])
 
     def names(self) -> list[str]:
         """Returns the names of the tensors."""

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from phalanx.checkpoint import manifest as manifests
+from phalanx.checkpoint.in_memory import NodeMemory
 from phalanx.checkpoint.inventory import Retention, directory_of, name_of
 from phalanx.checkpoint.manifest import MANIFEST, Manifest
 from phalanx.checkpoint.parts import Part
@@ -77,10 +78,11 @@ class Writer:
         parts: Iterable[Part],
         check: Callable[[Part], None],
         nice: bool,
+        memory: NodeMemory | None = None,
     ):
         """`parts` are read until the thread ends, each after `check` has returned, which may wait for its elements, or
-        raise NotFiniteError. A `nice` thread gives way to training."""
-        self.order, self.rank, self.parts = order, rank, parts
+        raise NotFiniteError. A `nice` thread gives way to training. With a `memory` the checkpoint goes there."""
+        self.order, self.rank, self.parts, self.memory = order, rank, parts, memory
         self.check, self.nice = check, nice
         self.path: Path | None = None
         """The checkpoint, known on rank 0 once it is whole."""
@@ -125,6 +127,11 @@ class Writer:
 
     def hanging(self) -> str:
         """Returns the message about a thread that hangs."""
+        if self.memory:
+            return (
+                f"step {self.order.step} was not kept in memory: the next node has not copied the part of rank "
+                f"{self.rank} on {platform.node()} for {self.order.timeout_s:g} s (checkpoint.timeout_s)"
+            )
         what = "rank 0's directory was not seen" if self.rank and self.waiting else "nothing was written"
         return (
             f"checkpoint {self.order.final} was given up: storage hangs, {what} by rank {self.rank} on "
@@ -136,7 +143,9 @@ class Writer:
         try:
             if self.nice:
                 give_way()
-            if self.rank == 0:
+            if self.memory:
+                self._keep(self.memory)
+            elif self.rank == 0:
                 self._lead()
             else:
                 self._follow()
@@ -150,6 +159,16 @@ class Writer:
         self.parts, self.ended = (), time.monotonic()
         self._read.set()
         self._done.set()
+
+    def _keep(self, memory: NodeMemory) -> None:
+        """Writes this rank's part to its node's memory, and waits until the next node has a copy."""
+        order = self.order
+        save = memory.begin(order.step, order.ranks, order.token, order.need // order.ranks)
+        save.write(self.rank, self.parts, self._progress, self.check, None if self.rank else order.meta)
+        self._read.set()
+        while not memory.is_copied(save, self.rank):
+            self._abandoned.wait(_POLL_S)
+            self._require_wanted()
 
     def _lead(self) -> None:
         """Writes rank 0's part, waits for the others', and commits."""

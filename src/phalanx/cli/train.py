@@ -84,6 +84,11 @@ def _read(argv: Sequence[str], ranks: Ranks | None) -> Words | None:
         return words
     if "fresh" in words.switches:
         raise JobError("--fresh is for one launcher; under torchrun, srun or mpiexec choose another run.name")
+    if words.job.checkpoint.memory_every:
+        raise JobError(
+            f"checkpoint.memory_every: ranks of {ranks.source} end with their launcher, and nothing holds memory for "
+            "them; set 0, or start `phalanx train` once per node with run.nnodes"
+        )
     if "rehearse" in words.switches:
         raise JobError("--rehearse is for one launcher; before torchrun, srun or mpiexec run `phalanx dryrun`")
     if (processes := words.job.layout.processes) != ranks.world:
@@ -154,7 +159,8 @@ def _start(words: Words) -> int:
 
             rehearse_first(job)
         directory.start(loaded)
-        if job.layout.processes == 1 and not job.run.nnodes and loaded.origins["run.max_restarts"] == "default":
+        plain = not job.run.nnodes and not job.checkpoint.memory_every
+        if job.layout.processes == 1 and plain and loaded.origins["run.max_restarts"] == "default":
             return _be_a_rank(job, SINGLE, directory.next_log_dir() / "stderr.log", as_json)
         return _launch(loaded, directory, as_json)
 
@@ -217,6 +223,7 @@ def _launch(loaded: LoadedJob, directory: RunDirectory, as_json: bool) -> int:
             _preload(job),
         ),
         nodes=nodes,
+        memory=job.checkpoint.memory_every > 0,
     )
 
 

@@ -22,6 +22,9 @@ class Checkpoint:
     """Steps between checkpoints; 0: only by `every_minutes`, at the end and when stopped."""
     every_minutes: Annotated[float, Interval(0), Example("30")] = 10.0
     """Minutes between checkpoints, by the clock of rank 0; 0: only by `every`, at the end and when stopped."""
+    memory_every: Annotated[int, Interval(0), Example("10")] = 0
+    """Steps between copies of the state in the memory of its node and of the next node; 0: none. A restart resumes from
+    the newest one, or from storage if that is newer."""
     keep: Annotated[int, Interval(0)] = 2
     """Newest whole checkpoints kept; older ones are deleted. 0 keeps all."""
     keep_every: Annotated[int, Interval(0), Example("5000")] = 0

@@ -13,7 +13,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
@@ -24,8 +24,9 @@ from phalanx.echo import echo, shortened
 from phalanx.errors import RunError, StoppedError
 from phalanx.launch.fork_server import ForkServer
 from phalanx.launch.logs import AttemptLogs, claim, newest_of
-from phalanx.launch.nodes import POLL_S, Ending, NodeFailure, Nodes, Round
+from phalanx.launch.nodes import POLL_S, Ending, NodeFailure, Nodes, Round, known
 from phalanx.launch.output import unblocked
+from phalanx.launch.peers import StateMemory
 from phalanx.launch.ranks import GENERATION, LAUNCHER_PID, LOG_DIR, LOOPBACK, RESTARTED, thread_environment
 from phalanx.launch.verdict import (
     BEFORE_CHECKPOINT,
@@ -317,9 +318,16 @@ class Attempts:
     standby process."""
 
     def __init__(
-        self, logs: AttemptLogs, stopped: str, restarts: Restarts, grace_s: float, limits: Limits, metrics: Path | None
+        self,
+        logs: AttemptLogs,
+        stopped: str,
+        restarts: Restarts,
+        grace_s: float,
+        limits: Limits,
+        metrics: Path | None,
+        memory: StateMemory | None,
     ):
-        self.logs, self.stopped, self.restarts = logs, stopped, restarts
+        self.logs, self.stopped, self.restarts, self.memory = logs, stopped, restarts, memory
         self._grace_s, self._limits, self._metrics = grace_s, limits, metrics
         self.signals = StopSignals()
         self.policy = RestartPolicy(restarts)
@@ -369,7 +377,11 @@ class Attempts:
         variables = {RESTARTED: json.dumps(self._restarted)} if self._restarted else {}
         if self.restarts.directory is not None:
             self._generation = variables[GENERATION] = claim(self.restarts.directory)
-        return variables
+        return variables | self._memory_variables()
+
+    def _memory_variables(self) -> dict[str, str]:
+        """Returns the variables of the memory for the state, if there is one, in the attempt that begins."""
+        return self.memory.variables() if self.memory else {}
 
     def watch(self, pids: Mapping[int, int]) -> bool:
         """Polls the ranks once, process ids by rank; returns whether one of them is running."""
@@ -466,7 +478,8 @@ class NodeAttempts(Attempts):
 
     def __init__(self, nodes: Nodes, *how: Any):
         super().__init__(*how)
-        self.terms, self.link = nodes.terms, nodes.join()
+        self.terms, self.link = nodes.terms, nodes.join(self.memory.address if self.memory else "")
+        self._place = 0
         self.round: Round | None = None  # the round that this node takes part in, or has taken part in
         self._over: tuple[int, str] | None = None
         """Exit code and message once another node or the user has ended the run."""
@@ -507,7 +520,8 @@ class NodeAttempts(Attempts):
             time.sleep(POLL_S / 4)
         self.round, members = current, current.members
         self.link.exchange(waits=False, round=current.number, failure=None)
-        place, count = members.index(notice.slot), f"{len(members)} node{'s' if len(members) > 1 else ''}"
+        place = self._place = members.index(notice.slot)
+        count = f"{len(members)} node{'s' if len(members) > 1 else ''}"
         adapted = f", {' '.join(current.words)}" if current.words else ""
         say(f"round {current.number} on {count}, this is node {place}{adapted}")
         words = tuple(f"++{word}" for word in current.words)
@@ -521,6 +535,9 @@ class NodeAttempts(Attempts):
             self._restarted = {"attempt": self.count, "reason": reason, "time": self._noticed or time.time()}
         self._ending, self._noticed = None, 0.0
         return {**super().begin(), GENERATION: self.round.generation}
+
+    def _memory_variables(self) -> dict[str, str]:
+        return self.memory.variables(self.round.memory, self._place) if self.memory and self.round else {}
 
     def watch(self, pids: Mapping[int, int]) -> bool:
         if self._ending is None and (ending := self._ordered_end()) is not None:
@@ -587,6 +604,7 @@ def launch_local(
     metrics: Path | None = None,
     restarts: Restarts = NO_RESTARTS,
     nodes: Nodes | None = None,
+    memory: bool = False,
 ) -> int:
     """Runs `python -m module ARGV…` as `processes` ranks and returns the exit code of the launch.
 
@@ -604,21 +622,28 @@ def launch_local(
         stopped: the wording of `verdict` for ranks stopped by a signal.
         metrics: file to which rows about slow ranks are appended.
         nodes: the run's other nodes, and this one's part; None if all ranks are on this machine.
+        memory: keep the newest state of the ranks in memory while they are started again.
     """
     _say_whose_threads(threads)
     network = nodes.environment if nodes else LOOPBACK
     environment = {LAUNCHER_PID: str(os.getpid()), **network, **thread_environment(threads, os.environ)}
     with private_folder() as store_dir:
         logs = AttemptLogs(log_dir.absolute(), store_dir, environment, all_ranks)
-
-        how = (logs, stopped, restarts, grace_s, limits, metrics)
         try:
-            attempts = NodeAttempts(nodes, *how) if nodes else Attempts(*how)
-            with attempts, attempts.signals.handled():
-                attempts.run([module, *argv], processes)
+            with _memory_in(store_dir, nodes) if memory else nullcontext() as kept:
+                how = (logs, stopped, restarts, grace_s, limits, metrics, kept)
+                attempts = NodeAttempts(nodes, *how) if nodes else Attempts(*how)
+                with attempts, attempts.signals.handled():
+                    attempts.run([module, *argv], processes)
         except OSError as error:
             raise RunError(f"Cannot start {processes} ranks with logs in {log_dir}: {error}.") from error
     return attempts.code
+
+
+def _memory_in(folder: Path, nodes: Nodes | None) -> StateMemory:
+    if nodes is None:
+        return StateMemory(folder / "state", "", lambda: "", 0.0, say)
+    return StateMemory(folder / "state", nodes.endpoint[0], lambda: known(nodes.directory), nodes.silence_s, say)
 
 
 def launch_briefly(argv: list[str], *, processes: int, threads: int, stopped: str, grace_s: float = 30.0) -> int:

@@ -35,6 +35,7 @@ from phalanx.errors import PhalanxError, RunError
 from phalanx.launch import logs
 from phalanx.launch.hosts import free_port, interface_towards, is_this_machine
 from phalanx.launch.logs import next_attempt
+from phalanx.launch.peers import QuietServer
 
 MOST_BYTES = 1 << 16
 WORDS = ("run.nnodes", "layout", "layout.bucket_mb", "train.global_batch", "cluster.nodes", "cluster.devices_per_node")
@@ -61,7 +62,8 @@ class NodeState:
     waits: bool = True  # true while it has no ranks and waits for a round
     done: bool = False  # true once its ranks have ended well: it does not take part in another round
     failure: NodeFailure | None = None  # why its ranks failed in that round, if they did by themselves
-    key: str = ""  # the key of the run (key.py), which is asked for when it joins
+    key: str = ""  # the key of the run, which is asked for when it joins
+    memory: str = ""  # address of its memory for the state (peers.py); empty if the run keeps none
 
 
 @dataclass(frozen=True)
@@ -78,6 +80,8 @@ class Round:
     attempt: str
     words: tuple[str, ...]
     """Words of the command line that adapt the job to the number of nodes, of the fields WORDS."""
+    memory: tuple[str, ...] = ()
+    """The members' addresses of `NodeState.memory`: each copies the state of the one before it."""
 
 
 @dataclass(frozen=True)
@@ -116,6 +120,8 @@ def decode_notice(line: bytes) -> Notice:
             raise ValueError("words that do not adapt a job to the number of nodes")
         if not re.fullmatch("attempt_[0-9]+", notice.round.attempt):
             raise ValueError("an attempt whose logs would lie elsewhere")
+        if not all(re.fullmatch(r"[0-9.]{7,15}:[0-9]{1,5}", address) for address in notice.round.memory):
+            raise ValueError("an address of no node's memory")
     return notice
 
 
@@ -251,7 +257,8 @@ class Membership:
             return
         with self._changed:
             if all(slot in self.nodes for slot in members):
-                self.round, self.ending = planned, None
+                memory = tuple(self.nodes[slot].memory for slot in members)
+                self.round, self.ending = replace(planned, memory=memory if all(memory) else ()), None
 
     def _end(self, ending: Ending) -> None:
         if self.ending is None:
@@ -302,18 +309,11 @@ class HostLink:
             self.membership.tick()
 
 
-class _Server(socketserver.ThreadingTCPServer):
-    allow_reuse_address = True
-    daemon_threads = True
-    block_on_close = False
-
+class _Server(QuietServer):
     def __init__(self, address: tuple[str, int], membership: Membership, silence_s: float):
         self.membership, self.silence_s = membership, silence_s
         self.address_family = socket.getaddrinfo(*address, type=socket.SOCK_STREAM)[0][0]
         super().__init__(address, _Connection)
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        """Says nothing: whatever a stranger sends, or however a connection breaks, the run goes on."""
 
 
 class _Connection(socketserver.StreamRequestHandler):
@@ -457,9 +457,10 @@ class Nodes:
         interface = interface_towards(self.endpoint[0])
         return {name: interface for name in _INTERFACE_VARIABLES if interface and name not in os.environ}
 
-    def join(self) -> HostLink | GuestLink:
-        """Opens this node's link. Raises RunError if the endpoint cannot be used."""
-        state = NodeState(platform.node(), self.terms.processes)
+    def join(self, memory: str = "") -> HostLink | GuestLink:
+        """Opens this node's link; `memory` is the address of its memory. Raises RunError if the endpoint cannot be
+        used."""
+        state = NodeState(platform.node(), self.terms.processes, memory=memory)
         if not self.is_host:
             return GuestLink(self.endpoint, state, self.silence_s, lambda: known(self.directory))
         own = make(self.directory)

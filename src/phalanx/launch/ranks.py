@@ -22,6 +22,8 @@ STORE = "PHALANX_STORE"  # file through which the ranks of one attempt find each
 HEARTBEATS = "PHALANX_HEARTBEATS"  # folder of the heartbeat files of one attempt (launch/watchdog)
 GENERATION = "PHALANX_GENERATION"
 """Generation of the run directory that the attempt has claimed (launch/logs.py)."""
+MEMORY = "PHALANX_MEMORY"
+"""JSON about the memory of the nodes for the newest state (launch/peers.py): this node's folder, all addresses."""
 RESTARTED = "PHALANX_RESTARTED"
 """JSON about the failure after which the attempt was started: {"attempt": 1, "reason": ..., "time": seconds since the
 epoch at which it was noticed}."""

@@ -142,7 +142,7 @@ def policy_problems(job: Job) -> Iterator[Problem]:
                 f"guard.{name}",
                 f"completions follow from the step, and come again (GRPO); nearest legal: {name}=stop",
             )
-    for path in ("train.steps", "checkpoint.every"):
+    for path in ("train.steps", "checkpoint.every", "checkpoint.memory_every"):
         if rest := get(job, path) % options.updates:
             yield (
                 path,

@@ -31,7 +31,7 @@ def sync_problems(job: Job) -> Iterator[Problem]:
         )
     yield from _beside_cuts(layout)
     if sync != "asp":
-        for path in ("train.eval_every", "checkpoint.every"):
+        for path in ("train.eval_every", "checkpoint.every", "checkpoint.memory_every"):
             every = get(job, path)
             if every % layout.sync_every:
                 below = every // layout.sync_every * layout.sync_every

@@ -168,6 +168,7 @@ class Trainer:
 
     def _rewind(self, rewind: Rewind) -> None:
         """Goes back to the newest checkpoint, or without one to the beginning."""
+        self.saving.forget()
         if not self._resume():
             self.state.restart()
             self._start()
@@ -179,12 +180,13 @@ class Trainer:
 
     def _resume(self) -> bool:
         """Loads the newest checkpoint that is whole. Returns whether there is one."""
-        self.saving.forget()
-        path = self.resume.load(self.state)
-        if path is None:
+        found = self.resume.load(self.state)
+        if found is None:
             return False
-        self.saving.resumed(path)
-        log.info("resumed at step %d from %s", self.state.step, path)
+        self.saving.resumed(*found)
+        path, kept = found
+        memory = self.resume.memory
+        log.info("resumed at step %d from %s", self.state.step, memory.line if kept and memory else path)
         if message := self.state.schedule_end.message:
             log.warning("%s", message)
         return True

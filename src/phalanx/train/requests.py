@@ -181,13 +181,17 @@ class Milestones:
     log_every: int
     eval_every: int
     save_every: int
+    keep_every: int = 0
+    """Steps between copies of the state in the memory of nodes."""
     generates: bool = False
     """Whether the model generates its own samples, with the weights of each step."""
 
     @classmethod
     def of(cls, job: Job) -> Milestones:
         train = job.train
-        return cls(train.steps, train.log_every, train.eval_every, job.checkpoint.every, has_prompts(job.data))
+        saves = job.checkpoint
+        every = train.log_every, train.eval_every, saves.every, saves.memory_every
+        return cls(train.steps, *every, generates=has_prompts(job.data))
 
     def shows(self, step: int) -> bool:
         return step == 1 or is_due(step, self.log_every)
@@ -198,13 +202,16 @@ class Milestones:
     def saves(self, step: int) -> bool:
         return step == self.last or is_due(step, self.save_every)
 
+    def keeps(self, step: int) -> bool:
+        return is_due(step, self.keep_every)
+
     def needs_weights(self, step: int) -> bool:
         """Returns whether the weights after step `step` are needed on all ranks, for a validation or a checkpoint."""
-        return self.generates or self.validates(step) or self.saves(step)
+        return self.generates or self.validates(step) or self.saves(step) or self.keeps(step)
 
     def next_needing_weights(self, done: int) -> int:
         """Returns the first step after step `done` for which `needs_weights` holds."""
-        intervals = [every for every in (self.eval_every, self.save_every) if every]
+        intervals = [every for every in (self.eval_every, self.save_every, self.keep_every) if every]
         return min([self.last, *(done + every - done % every for every in intervals)])
 
 

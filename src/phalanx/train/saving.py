@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from phalanx.checkpoint.in_memory import NodeMemory, kept_name
 from phalanx.checkpoint.inventory import Retention, directory_of, newest_valid
 from phalanx.checkpoint.parts import Part, Share, Snapshot, all_finite, is_finite
 from phalanx.checkpoint.writer import Mirror, Order, Upload, Writer
@@ -30,7 +31,7 @@ from phalanx.units import seconds as as_time
 
 log = logging.getLogger(__name__)
 
-_RUNNING, _DONE, _HANGING, _FATAL = range(4)
+_RUNNING, _DONE, _HANGING, _FATAL, _KEPT = range(5)
 _ENDS_THE_RUN = (NotFiniteError, SupersededError)
 """Errors of a save for which no policy lets the run go on."""
 _LONGEST_PAUSE_S = 0.05
@@ -60,6 +61,9 @@ class Saving(Callback):
         self.writer: Writer | None = None
         self.written: Callable[[int, Path, float, float], None] = lambda *_: None
         """Takes step, path, seconds and the seconds that training waited, of each checkpoint that is whole."""
+        self.memory = NodeMemory.of(root.parent, state.stepper.job.run.node_lost_s)
+        self.kept = ""
+        """Name of the newest step that is whole in the memory of the nodes, as far as all ranks know."""
         self.told = True
         self.last = False
         self.blocked = 0.0
@@ -74,7 +78,8 @@ class Saving(Callback):
         if self.writer is None:
             return
         while not self.writer.join(0.1) and time.monotonic() - self.writer.progressed < _LAST_PATIENCE_S:
-            pass
+            if self.writer.memory and self.writer.wait_read(0.0):
+                break  # the launchers do the rest
         self.writer.abandon()
         self.poll()
 
@@ -93,7 +98,8 @@ class Saving(Callback):
         self.last = last
         if status and status[0] == _FATAL:
             on_rank_zero(self._raise_error)
-        if hanging := [str(rank) for rank, code in enumerate(status) if code == _HANGING]:
+        hanging = [str(rank) for rank, code in enumerate(status) if code == _HANGING]
+        if hanging and self.writer and not self.writer.memory:
             message = (
                 f"no checkpoint of step {self.state.step}: the storage of rank {', '.join(hanging)} still hangs in the "
                 f"one before; earlier checkpoints in {self.root} are untouched"
@@ -102,20 +108,44 @@ class Saving(Callback):
                 raise RunError(message)
             self._fail(message)
             return time.perf_counter() - began
-        shares = self.state.shares()
+        return self._write(began, None)
+
+    def keep(self) -> float:
+        """Copies the state to the memory of this node and the next one, in the background; nothing is done while an
+        earlier save goes on. All ranks call it. Returns the seconds for which training was blocked."""
+        began = time.perf_counter()
+        self.poll()
+        if not {_DONE, _KEPT}.issuperset(self._exchanged(self._status(self.writer) if self.writer else _DONE)):
+            return time.perf_counter() - began
+        return self._write(began, self.memory)
+
+    def _exchanged(self, mine: int) -> list[int]:
+        """Returns the status of all ranks, and notes whether all have kept the newest save in memory."""
+        every = torch.empty(self.world.size, dtype=torch.int64, device=self.device)
+        self.world.all_gather(every, torch.tensor([mine], device=self.device)).wait()
+        status = every.tolist()
+        if self.writer and set(status) == {_KEPT}:
+            self.kept = _name(self.writer.order)
+        return status
+
+    def _write(self, began: float, memory: NodeMemory | None) -> float:
+        """Begins to write the state, to storage or to the `memory` of the nodes."""
+        last, shares = self.last, self.state.shares()
         values = self._copied(shares) if self.options.background and not last else None
-        token, need, goes_on = self._agree(shares, copied=values is not None)
+        token, need, goes_on = self._agree(shares, values is not None, withdraws=memory is None)
         self.told = False
         uploading = self.mirror.current if self.mirror else None
         retention = replace(self.retention, uploading=uploading.step if uploading else None)
         facts = copy.deepcopy(self.state.meta()), retention, self.options.timeout_s, self.options.stripes
         order = Order(self.root, self.state.step, self.world.size, token, need, *facts)
+        if memory:
+            memory.keep_only({self.kept, _name(order)})
         if values is not None:
             self.snapshot.begin()
         copies = zip(shares, values or [None] * len(shares), strict=True)
         parts = (part for share, value in copies for part in share.parts(value))
         check = self._check(shares) if values is not None else lambda part: None
-        self.writer = Writer(order, self.world.rank, parts, check, nice=goes_on)
+        self.writer = Writer(order, self.world.rank, parts, check, goes_on, memory)
         if goes_on and not self.state.stepper.job.layout.is_synchronous:
             self.snapshot.hold()  # replicas average their parameters, or adopt a server's, beside the optimizer
         self.blocked = time.perf_counter() - began
@@ -161,6 +191,11 @@ class Saving(Callback):
                 self.stop.ask("since its state must not be saved")
             elif writer.error:
                 self._fail(str(writer.error))
+            elif writer.memory:
+                level = logging.DEBUG if self.kept else logging.INFO
+                took = as_time(writer.seconds), as_time(self.blocked)
+                where = writer.memory.line
+                log.log(level, "step: %d  kept in %s  (%s, training waited %s)", writer.order.step, where, *took)
             else:
                 if writer.path:
                     self.newest = writer.path
@@ -188,9 +223,12 @@ class Saving(Callback):
         self.poll()
         return status
 
-    def resumed(self, path: Path) -> None:
-        """Records the checkpoint that the state was loaded from; the store gets it if it lacks it. All ranks call
-        it."""
+    def resumed(self, path: Path, kept: str) -> None:
+        """Records the checkpoint that the state was loaded from: the one `kept` in the memory of nodes, or the one at
+        `path`, of which the store gets a copy if it lacks it. All ranks call it."""
+        self.kept = kept
+        if kept:
+            return
         self.newest = path
         if self.mirror:
             self.upload(self.state.step, on_rank_zero(lambda: f"{secrets.randbits(_TOKEN_BITS):016x}"))
@@ -211,16 +249,17 @@ class Saving(Callback):
         matter."""
         if _HANGING not in self.settle():
             self.writer = None
+        self.kept = ""
+        if self.memory:
+            self.memory.keep_only(set())
 
     def _together(
         self, mine: Callable[[], int], give_up: Callable[[], None], wait: Callable[[float], object]
     ) -> list[int]:
         """Returns the ranks' status once none is _RUNNING; the ranks `give_up` if rank 0 is not."""
-        every = torch.empty(self.world.size, dtype=torch.int64, device=self.device)
         pause = 0.001
         while True:
-            self.world.all_gather(every, torch.tensor([mine()], device=self.device)).wait()
-            status = every.tolist()
+            status = self._exchanged(mine())
             if _RUNNING not in status:
                 return status
             if status[0] != _RUNNING:
@@ -246,7 +285,7 @@ class Saving(Callback):
             log.warning("no memory for a copy of the state, so training waits for its checkpoint: %s", error)
             return None
 
-    def _agree(self, shares: list[Share], copied: bool) -> tuple[str, int, bool]:
+    def _agree(self, shares: list[Share], copied: bool, *, withdraws: bool) -> tuple[str, int, bool]:
         """Returns rank 0's token, the bytes of all ranks' shares, and whether all have a copy of them. Raises
         NotFiniteError on all ranks, naming the first tensor that holds NaN or infinity on any of them."""
         size, names = sum(share.flat.nbytes for share in shares), self.state.names()
@@ -257,12 +296,12 @@ class Saving(Callback):
             finite = all_finite([value for _, value in held]).tolist()  # waits for the device
             found = {name for (name, _), good in zip(held, finite, strict=True) if not good}
             first_bad = min(map(names.index, found), default=len(names))
-        uploading = self.mirror.withdraw() if self.mirror and self.world.rank == 0 else ""
+        uploading = self.mirror.withdraw() if withdraws and self.mirror and self.world.rank == 0 else ""
         mine = [secrets.randbits(_TOKEN_BITS), size, first_bad, copied, int(uploading or "0", 16)]
         every = torch.empty(self.world.size, len(mine), dtype=torch.int64, device=self.device)
         self.world.all_gather(every.view(-1), torch.tensor(mine, device=self.device)).wait()
         tokens, sizes, bad, copies, uploads = every.t().tolist()
-        if self.mirror and self.world.rank:
+        if withdraws and self.mirror and self.world.rank:
             self.mirror.keep_only(f"{uploads[0]:016x}")
         if min(bad) < len(names):
             newest = on_rank_zero(lambda: _newest_good(self.root))
@@ -284,6 +323,8 @@ class Saving(Callback):
 
     def _status(self, writer: Writer) -> int:
         if writer.done:
+            if writer.memory and writer.error is None:
+                return _KEPT
             return _FATAL if isinstance(writer.error, _ENDS_THE_RUN) else _DONE
         if writer.hangs:
             writer.abandon()
@@ -306,6 +347,9 @@ class Saving(Callback):
         """Tells of a failure, and on rank 0 decides whether the run goes on."""
         if self.last:  # the run ends with this message
             return
+        if self.writer and self.writer.memory:
+            log.warning("%s; a restart resumes from an earlier step", message)
+            return
         if self.world.rank:
             log.info("%s", message)  # for this rank's own log; rank 0 tells it, too
             return
@@ -315,6 +359,10 @@ class Saving(Callback):
         why = "checkpoint.on_failure=stop" if self.newest is not None else "there is no earlier checkpoint"
         log.warning("%s; the run stops, since %s", message, why)
         self.stop.ask(f"since a checkpoint could not be written ({why})")
+
+
+def _name(order: Order) -> str:
+    return kept_name(order.step, order.ranks, order.token)
 
 
 def _not_saved(step: int, tensor: str) -> str:
@@ -345,13 +393,21 @@ class Checkpoints(Callback):
         if done.stops or done.step.requests.save or self.milestones.saves(done.number):
             with heartbeat.within(Phase.SAVE):
                 done.stops |= self._save(done)
+        elif self.saving.memory and self.milestones.keeps(done.number):
+            with heartbeat.within(Phase.SAVE):
+                self._check(done)
+                with self.stepper.mesh.ledger.untracked():
+                    self.recorder.meter.pause(self.saving.keep())
+
+    def _check(self, done: Done) -> None:
+        if self.guard is not None:
+            self.guard.check_state(done.number)
+        require_same_calls()
 
     def _save(self, done: Done) -> bool:
         """Saves the state. Returns whether a request to stop came meanwhile, to any rank: another step and another
         checkpoint might take longer than the time that is left."""
-        if self.guard is not None:
-            self.guard.check_state(done.number)
-        require_same_calls()
+        self._check(done)
         stopping = torch.zeros(1, device=self.stepper.device)
         with self.stepper.mesh.ledger.untracked():
             blocked = self.saving.save(done.ends)

@@ -23,6 +23,7 @@ from phalanx.check.start import KEPT, StartingPoint, is_hugging_face, run_of, st
 from phalanx.checkpoint import manifest as manifests
 from phalanx.checkpoint.consolidated import open_source
 from phalanx.checkpoint.convert import merged
+from phalanx.checkpoint.in_memory import KeptStep, NodeMemory, PeerReader, whole_steps
 from phalanx.checkpoint.inventory import check_digests, directory_of, newest_valid
 from phalanx.checkpoint.manifest import MANIFEST, job_of
 from phalanx.checkpoint.remote import CommitRecord, RemoteCheckpoints, manifest_of, with_patience
@@ -206,10 +207,11 @@ def _another_tokenizer(there: StartingPoint, tokenizer: Tokenizer) -> bool:
 
 @dataclass
 class _Below:
-    """The step that a checkpoint to resume from must be below, on the disk and on the store; None: any."""
+    """The step that a checkpoint to resume from must be below, on the disk, on the store and in memory; None: any."""
 
     local: int | None = None
     remote: int | None = None
+    kept: int | None = None
 
 
 class Resume:
@@ -224,18 +226,29 @@ class Resume:
         self.job, self.ranks, self.directory = job, ranks, directory
         self.remote: RemoteCheckpoints | None = None
         self.tested = False
+        self.memory = NodeMemory.of(directory.path, job.run.node_lost_s)
+        self.kept: dict[str, KeptStep] = {}
 
-    def load(self, state: TrainState) -> Path | None:
-        """Loads the newest whole checkpoint, together with all other ranks, and returns it; None if there is none. One
-        that proves damaged while it is read gives way to the one before it. A store that fails is reported, unless
-        the run would start from the beginning without it.
+    def load(self, state: TrainState) -> tuple[Path, str] | None:
+        """Loads the newest whole checkpoint, together with all other ranks. Returns its path, and its name if it was in
+        the memory of nodes; None if there is none. One that proves damaged while it is read gives way to the one before
+        it. A store that fails is reported, unless the run would start from the beginning without it.
 
         Raises CheckpointError if all checkpoints are damaged, JobError if they belong to another job, RunError."""
-        below, error = _Below(), None
+        below, error, spoilt = _Below(), None, False
+        self.kept = self._kept_steps()
         with_store = bool(self.job.checkpoint.remote)
         while chosen := on_rank_zero(partial(self._choose, below, with_store)):
             step, path = chosen["step"], directory_of(self.directory.checkpoints, chosen["step"])
             with_store = with_store and chosen["with_store"]
+            if "kept" in chosen:
+                below.kept, kept = step, self.kept[chosen["kept"]]
+                try:
+                    return self._load_kept(state, kept, chosen["manifest"]), kept.name
+                except DamagedCheckpointError as damage:
+                    spoilt = True
+                    log.warning("%s; trying an earlier checkpoint", damage)
+                    continue
             try:
                 if "record" in chosen:
                     below.remote = step
@@ -251,7 +264,9 @@ class Resume:
                 error, with_store = failure, False
                 log.warning("%s; looking for an older checkpoint in %s", failure, self.directory.checkpoints)
             else:
-                return path
+                return path, ""
+        if spoilt:
+            state.restart()
         if isinstance(error, DamagedCheckpointError):
             raise CheckpointError(f"no checkpoint in {self.directory.checkpoints} is whole; the oldest: {error}")
         if error:
@@ -278,12 +293,41 @@ class Resume:
                 log.warning("%s; a newer checkpoint may be there than %s", error, local.path)
             except CheckpointError as error:
                 damage = damage or error
+        if found := self._newest_kept(below.kept, max(local.step if local else -1, record.step if record else -1)):
+            return {"step": found[0].step, "kept": found[0].name, "manifest": found[1], "with_store": with_store}
         if record:
             token = secrets.token_hex(8)
             return {"step": record.step, "record": asdict(record), "token": token, "with_store": True}
         if local is None and damage:
             raise damage
         return {"step": local.step, "with_store": with_store} if local else None
+
+    def _kept_steps(self) -> dict[str, KeptStep]:
+        """Returns the steps that are whole in the memory of nodes, the newest first. A collective."""
+        if not self.memory:
+            return {}
+        parts = self.memory.parts() if self.ranks.local_rank == 0 else []
+        return {kept.name: kept for kept in whole_steps(gather_json([self.memory.place, parts]))}
+
+    def _newest_kept(self, below: int | None, least: int) -> tuple[KeptStep, str] | None:
+        """Returns the newest step of at least `least` that is whole in memory, with its manifest, on rank 0."""
+        for kept in self.kept.values():
+            if kept.step >= least and (below is None or kept.step < below):
+                assert self.memory is not None
+                try:
+                    return kept, self.memory.manifest(kept).text()
+                except DamagedCheckpointError as damage:
+                    log.warning("%s; trying an earlier checkpoint", damage)
+        return None
+
+    def _load_kept(self, state: TrainState, kept: KeptStep, text: str) -> Path:
+        """Loads a step from the memory of nodes. Raises DamagedCheckpointError on all ranks."""
+        memory = self.memory
+        assert memory is not None
+        on_every_rank(lambda: memory.put(kept.name, text) if self.ranks.local_rank == 0 else None)
+        manifest = on_every_rank(lambda: manifests.read(memory.own / kept.name))
+        state.load_from(PeerReader(manifest, memory, kept, verify=self.job.checkpoint.verify))
+        return manifest.path
 
     def _newest(self, before: int | None, above: int) -> CommitRecord | None:
         remote = self._store()

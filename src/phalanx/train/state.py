@@ -14,7 +14,7 @@ from torch import Tensor
 from phalanx.blocks.parameters import parameter_shapes, trained_shapes
 from phalanx.blocks.residual import INDEX, is_adapter
 from phalanx.check.load import as_dict
-from phalanx.checkpoint.inventory import check, check_digests
+from phalanx.checkpoint.inventory import check
 from phalanx.checkpoint.manifest import Box, Manifest, job_of, require_resumable
 from phalanx.checkpoint.parts import HeldTensor, Part, Share, held, is_finite, shares
 from phalanx.checkpoint.shard_file import Reader
@@ -98,8 +98,12 @@ class TrainState:
 
         Raises DamagedCheckpointError on all ranks, which leaves the state undefined, if what any rank reads is damaged
         or holds NaN; CheckpointError if the checkpoint belongs to other data or another model."""
-        manifest = check(path, verify=False)
-        on_every_rank(lambda: self._read(manifest))
+        self.load_from(Reader(check(path, verify=False)))
+
+    def load_from(self, source: Reader) -> None:
+        """Restores the state from the tensors of a checkpoint, as `load` does."""
+        manifest = source.manifest
+        on_every_rank(lambda: self._read(source))
         self.stepper.reload()
         meta = manifest.meta
         self.stepper.loss_scale.load_state(meta["loss_scale"])
@@ -124,10 +128,9 @@ class TrainState:
         stepper.reload()
 
     def _take_over(self, source: Reader) -> None:
-        world, manifest = self.stepper.mesh.axis("world"), source.manifest
+        world = self.stepper.mesh.axis("world")
         if self.stepper.job.checkpoint.verify:
-            digests = sorted(name for name, file in manifest.files.items() if file.digest)
-            check_digests(manifest, digests[world.rank :: world.size])
+            source.verify_share(world.rank, world.size)
         shapes = parameter_shapes(self.stepper.job.model, self.vocab_size)
         source.require({name: shape for name, shape in shapes.items() if self._is_there(name, source)})
         shards = [shard for shard in self.stepper.replica.shards if self._is_there(shard.whole_name, source)]
@@ -222,9 +225,10 @@ class TrainState:
             yield from held(stepper.optimizer.shards, tensors, f"{kind}/", *same)
         yield from self._factors()
 
-    def _read(self, manifest: Manifest) -> None:
+    def _read(self, source: Reader) -> None:
         """Reads this rank's part of a checkpoint. Ranks share the verification of the digests."""
-        world, meta = self.stepper.mesh.axis("world"), manifest.meta
+        manifest, world = source.manifest, self.stepper.mesh.axis("world")
+        meta = manifest.meta
         require_resumable(manifest)
         if meta["data"] != self.data_fingerprint:
             raise CheckpointError(
@@ -232,12 +236,12 @@ class TrainState:
                 f"{self.data_fingerprint[:12]}…); restore the corpus, or start over with --fresh"
             )
         if self.stepper.job.checkpoint.verify:
-            check_digests(manifest, sorted(manifest.files)[world.rank :: world.size])
+            source.verify_share(world.rank, world.size)
         optimizer, sync = self.stepper.optimizer, self.stepper.sync
         # With another number of replicas, each takes the state of one in turn.
         replica = self.stepper.mesh.coordinates[self.stepper.job.layout.replica_axis] % meta["replicas"] if sync else 0
         shards = self.stepper.replica.shards
-        with Reader(manifest) as tensors:
+        with source as tensors:
             tensors.require(parameter_shapes(self.stepper.job.model, self.vocab_size))
             state = [*held(shards, {f.name: f.value for f in shards})]
             own = optimizer.make_state(meta["updates"])

@@ -1,0 +1,154 @@
+"""The newest state in the memory of nodes: what ranks keep there, and what they resume from."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from checkpoint.contents import require_same_bits
+from phalanx.check.load import load_file
+from phalanx.checkpoint.in_memory import KeptStep, whole_steps
+from phalanx.config.layout import Layout
+from phalanx.launch.hosts import free_port
+from phalanx.launch.ranks import MEMORY
+from phalanx.train import loop
+from phalanx.train.requests import StopRequest
+from train import runs
+from train.runs import change
+
+HYBRID = Layout(dp_replicate=2, dp_shard=2, zero=3)
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    """One node's memory, without a launcher."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="phalanx_test_") as name:
+        for place in ("own", "copies"):
+            (Path(name) / place).mkdir()
+        yield Path(name)
+
+
+def train(ranks, job, folder: str, stop_at: int = 0):
+    os.environ[MEMORY] = json.dumps({"folder": folder, "nodes": [], "place": 0})
+    return runs.stopped(ranks, job, stop_at) if stop_at else runs.train(ranks, job)
+
+
+def test_the_newest_state_is_resumed_from_memory_in_any_layout_and_a_damaged_one_gives_way(ranks, job, folder):
+    straight = change(job, "run", name="straight")
+    ranks(runs.train, 1, straight)
+    job = change(change(job, "checkpoint", memory_every=1), "run", name="kept")
+    hybrid, sharded = replace(job, layout=HYBRID), replace(job, layout=Layout(dp_shard=2, zero=2))
+    ranks(train, 4, hybrid, str(folder), 5)
+    names = sorted(path.name for path in (folder / "own").iterdir())
+    step = int(names[-1].split("-")[1])
+    assert (len(names), step) in [(2, 4), (2, 3)], "a step for which the one before was still being kept is left out"
+    assert ranks(resumed, 2, sharded, str(folder)) == [(5, "")] * 2, "storage is newer"
+    shutil.rmtree(Path(job.run.dir) / "kept/checkpoints")
+    assert ranks(resumed, 2, sharded, str(folder)) == [(step, "this node's memory")] * 2
+    for shard in (folder / "own" / names[-1]).glob("*.safetensors"):
+        shard.write_bytes(shard.read_bytes()[:-1] + b"\0")
+    older = int(names[0].split("-")[1])
+    assert ranks(resumed, 2, sharded, str(folder)) == [(older, "this node's memory")] * 2
+    shutil.rmtree(folder / "own" / names[0])
+    assert ranks(resumed, 2, sharded, str(folder)) == [(0, "")] * 2, "from the beginning, with the first weights"
+    ranks(train, 4, hybrid, str(folder))
+    require_close(runs.weights(job), runs.weights(straight))
+
+
+def require_close(found, expected) -> None:
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        torch.testing.assert_close(found[name], tensor, rtol=1e-7, atol=1e-10)
+
+
+def resumed(ranks, job, folder: str) -> tuple[int, str]:
+    """Returns the step that a run would resume from, and where it is."""
+    os.environ[MEMORY] = json.dumps({"folder": folder, "nodes": [], "place": 0})
+    trainer = loop.Trainer(job, ranks, torch.device("cpu"), StopRequest())
+    assert trainer.resume.memory is not None
+    return trainer.state.step, trainer.resume.memory.line if trainer.saving.kept else ""
+
+
+def test_only_steps_of_which_every_part_is_somewhere_are_whole():
+    token = "0123456789abcdef"
+    parts = [f"step-{step:06d}-2-{token}/rank-{rank:05d}" for step in (5, 6) for rank in (0, 1)]
+    both, half = KeptStep(f"step-000005-2-{token}", 5, {0: 0, 1: 1}), [*parts[:2], parts[2]]
+    assert whole_steps([(0, [parts[0], parts[2]]), (0, []), (1, [parts[1]])]) == [both]
+    assert [kept.step for kept in whole_steps([(3, parts)])] == [6, 5]
+    assert [kept.step for kept in whole_steps([(3, half)])] == [5]
+    assert whole_steps([(0, parts[:1])]) == []
+
+
+# Two nodes on this machine, each with a launcher.
+
+PROGRAM = """
+import sys
+import phalanx.launch.hosts as hosts
+role, *words = sys.argv[1:]
+hosts.is_this_machine = lambda _: role == "host"  # both nodes have the host's address
+from phalanx.cli import train
+sys.exit(train.run(words))
+"""
+JOB = """
+model: {n_layers: 1, d_model: 16, n_heads: 2, seq_len: 16}
+cluster: {peak_tflops: 1.0}
+layout: {dp_shard: 2, zero: 3}
+data: {corpus: random, random_tokens: 20000, random_vocab: 13}
+train: {steps: 120, global_batch: 4, eval_samples: 0, log_every: 1000}
+checkpoint: {memory_every: 1, every_minutes: 0}
+run: {sample_tokens: 0, threads: 1}
+"""
+
+
+def test_a_lost_node_resumes_from_its_neighbours_memory(ranks, tmp_path):
+    (tmp_path / "job.yaml").write_text(JOB)
+    words = [str(tmp_path / "job.yaml"), f"run.dir={tmp_path}", f"data.dir={tmp_path}/data"]
+    nodes = [
+        "run.nnodes=2",
+        "cluster.nodes=2",
+        f"run.rdzv_endpoint=127.0.0.1:{free_port('127.0.0.1')}",
+        "run.name=nodes",
+    ]
+    environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    metrics = tmp_path / "nodes/metrics.jsonl"
+
+    def start(role: str) -> subprocess.Popen[str]:
+        command = [sys.executable, "-c", PROGRAM, role, *words, *nodes]
+        return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+    def steps() -> int:
+        return metrics.read_text().count('"event": "step"') if metrics.exists() else 0
+
+    host, guest = start("host"), start("guest")
+    again = None
+    try:
+        end = time.monotonic() + 90
+        while steps() < 10:
+            assert time.monotonic() < end
+            assert host.poll() is None, host.communicate()
+            time.sleep(0.02)
+        guest.kill()
+        again = start("guest")
+        shown = host.communicate(timeout=90)[0]
+        assert again.wait(30) == host.returncode == 0, shown
+    finally:
+        for node in (host, guest, again):
+            if node is not None:
+                node.kill()
+                node.wait()
+    found = re.search(r"resumed at step (\d+) from the memory of 2 nodes", shown)
+    assert found, shown
+    assert int(found[1]) > 0, "there is no checkpoint on storage"
+    job = load_file(tmp_path / "job.yaml", [*words[1:], "run.name=straight", "checkpoint.memory_every=0"]).job
+    ranks(runs.train, 2, job)
+    require_same_bits(runs.weights(change(job, "run", name="nodes")), runs.weights(job))
