@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from phalanx.config import presets
-from phalanx.config.hugging_face import config_json
 from phalanx.config.layout import Layout
 from phalanx.errors import JobError
 from phalanx.foreign.frame import Fields, ForeignFormat, ForeignJob, Source, yaml_values
@@ -38,17 +37,35 @@ def recognises(source: Source) -> bool:
 def finish(fields: Fields) -> None:
     """Sets what depends on several names."""
     _model(fields)
-    _length(fields)
+    packed = fields.take("packed_sequence.packed_sequence_size", int, 0)
+    names = [name for name in ("dataset.seq_len", "dataset.seq_length") if fields.has(name)]
+    if packed > 0:
+        name = "packed_sequence.packed_sequence_size"
+        fields.set("model.seq_len", packed, name, "attention is priced to the whole sequence, not within samples")
+        fields.leave(names, "samples are packed", affects=False)
+    elif names:
+        fields.set("model.seq_len", fields.take(names[0], int, 1), names[0])
+    else:
+        fields.need("model.seq_len", "the length of a sample in tokens")
     _degrees(fields)
     _pipeline(fields)
     _precision(fields)
-    _optimizer(fields)
+    least = fields.take("lr_scheduler.min_lr", float, 0.0)
+    peak = fields.settings.get("optimizer.lr")
+    if peak and "lr_scheduler.min_lr" in fields.stated:
+        share = min(1.0, least / float(str(peak.text)))
+        fields.set("optimizer.min_lr_ratio", share, ["lr_scheduler.min_lr", "optimizer.lr"])
+    if "optimizer.schedule" not in fields.settings:
+        fields.set("optimizer.schedule", "constant", "lr_scheduler.lr_decay_style")
+    fields.leave(f"{_S}ckpt_every_steps", "a checkpoint is no part of a step", affects=False)
     if fields.has("peft.dim") or "peft.target_modules" in fields.stated:
         found, everything = fields.take("peft.target_modules", object, None), fields.on("peft.match_all_linear")
         lora_targets(fields, "peft.target_modules", found, everything=everything)
 
 
 def _model(fields: Fields) -> None:
+    from phalanx.config.hugging_face import config_json
+
     several = ("model.pretrained_model_name_or_path", *(f"{_C}{each}" for each in _PATHS), "model.config")
     names = [name for name in several if name in fields.stated]
     shape = {n.removeprefix(_C): each.value for n, each in fields.stated.items() if n.startswith(_C)}
@@ -79,19 +96,6 @@ def _model(fields: Fields) -> None:
         fields.leave("model.backend.dispatcher", "the traffic of this dispatcher is not priced")
     attention = fields.take("model.backend.attn", str, "te")
     fields.leave("model.backend.attn", "attention in fused kernels is priced", affects=attention == "eager")
-
-
-def _length(fields: Fields) -> None:
-    packed = fields.take("packed_sequence.packed_sequence_size", int, 0)
-    names = [name for name in ("dataset.seq_len", "dataset.seq_length") if fields.has(name)]
-    if packed > 0:
-        name = "packed_sequence.packed_sequence_size"
-        fields.set("model.seq_len", packed, name, "attention is priced to the whole sequence, not within samples")
-        fields.leave(names, "samples are packed", affects=False)
-    elif names:
-        fields.set("model.seq_len", fields.take(names[0], int, 1), names[0])
-    else:
-        fields.need("model.seq_len", "the length of a sample in tokens")
 
 
 def _degrees(fields: Fields) -> None:
@@ -200,17 +204,6 @@ def _precision(fields: Fields) -> None:
         fields.set("layout.loss_chunk", "auto", "loss_fn._target_", "the loss is computed in parts")
     else:
         fields.leave("loss_fn._target_", "the loss of all logits", affects=False)
-
-
-def _optimizer(fields: Fields) -> None:
-    least = fields.take("lr_scheduler.min_lr", float, 0.0)
-    peak = fields.settings.get("optimizer.lr")
-    if peak and "lr_scheduler.min_lr" in fields.stated:
-        share = min(1.0, least / float(str(peak.text)))
-        fields.set("optimizer.min_lr_ratio", share, ["lr_scheduler.min_lr", "optimizer.lr"])
-    if "optimizer.schedule" not in fields.settings:
-        fields.set("optimizer.schedule", "constant", "lr_scheduler.lr_decay_style")
-    fields.leave(f"{_S}ckpt_every_steps", "a checkpoint is no part of a step", affects=False)
 
 
 def written(theirs: ForeignJob, layout: Layout) -> dict[str, Any]:

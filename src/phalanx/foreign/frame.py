@@ -222,10 +222,6 @@ NO_EFFECT = "it has no effect beside the other values, or is what is predicted"
 NOT_ASSUMED = "the prediction assumes that it is on"
 
 
-def _is_off(value: Any) -> bool:
-    return value is None or value is False or value in ("", "none", "null")
-
-
 class Fields:
     """The values of a file while they become the fields of a job."""
 
@@ -336,7 +332,7 @@ class Fields:
                 meant = did_you_mean(name, self.table.names) if len(self.unknown) < MOST_HINTS else ""
                 self.refuse(name, f"this name is not known{meant}")
             elif meaning.why:
-                is_off = _is_off(found.value)
+                is_off = found.value is None or found.value is False or found.value in ("", "none", "null")
                 affects = is_off and found.value is not None if meaning.assumed else meaning.affects and not is_off
                 why = NOT_ASSUMED if meaning.assumed and affects else meaning.why
                 self.leftovers.append(Leftover(found.shown, found.value, why, affects))
