@@ -11,8 +11,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from phalanx.check.load import load_words
 from phalanx.check import model as model_rules
+from phalanx.check.load import load_words
 from phalanx.check.model import size_problems
 from phalanx.cli.main import main
 from phalanx.config import overrides

@@ -22,7 +22,7 @@ from phalanx.data.mixture import open_split
 from phalanx.data.prepare import prepare
 from phalanx.errors import JobError, RunError
 from phalanx.generate import rollouts
-from phalanx.generate.rewards import reward_of
+from phalanx.generate.rollouts import reward_of
 from phalanx.partition import derived as batch
 from train.runs import change, require_same_weights, rows, stop, train, weights
 

@@ -120,6 +120,7 @@ def resolve(name: str, text: str | None = None) -> str | None:
     path = SECTION_SHORTHAND.get(name) or short_names().get(name)
     if path or text is None or not (same := _namesakes(name)):
         return path
+    # By the value: specific types precede free text, unless the text looks like a mistyped choice of the former.
     closed = [path for path in same if leaves()[path] is not str]
     fitting = [path for path in closed if _fits(foreign_names.value(path, text, leaves()[path]), leaves()[path])]
     choices = [str(choice) for path in closed for choice in typing.get_args(leaves()[path])]

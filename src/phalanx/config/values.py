@@ -118,7 +118,19 @@ def convert(text: str | list[str], kind: Any) -> Any:
         if text.lower() in FALSE:
             return False
         raise ValueError(f"expected true or false, found {text!r}")
-    return _number(text, kind)
+    if len(text) > LONGEST_NUMBER:
+        raise ValueError(f"expected {words(kind)}, found {len(text):,} characters")
+    try:
+        return int(text) if kind is int else _finite(float(text))
+    except ValueError:
+        pass
+    try:
+        value = _finite(float(text))
+    except ValueError:
+        raise ValueError(f"expected {words(kind)}, found {text!r}") from None
+    if not value.is_integer():
+        raise ValueError(f"expected a whole number, found {text!r}")
+    return int(value)
 
 
 def _first(text: str | list[str], kind: Any) -> Any:
@@ -181,22 +193,6 @@ def _text(text: str) -> str:
     if not_unicode(text):
         raise ValueError(f"expected text in UTF-8, found {text!a}")
     return text
-
-
-def _number(text: str, kind: type | types.UnionType) -> int | float:
-    if len(text) > LONGEST_NUMBER:
-        raise ValueError(f"expected {words(kind)}, found {len(text):,} characters")
-    try:
-        return int(text) if kind is int else _finite(float(text))
-    except ValueError:
-        pass
-    try:
-        value = _finite(float(text))
-    except ValueError:
-        raise ValueError(f"expected {words(kind)}, found {text!r}") from None
-    if not value.is_integer():
-        raise ValueError(f"expected a whole number, found {text!r}")
-    return int(value)
 
 
 def _finite(value: float) -> float:

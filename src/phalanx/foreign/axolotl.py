@@ -36,7 +36,19 @@ def finish(fields: Fields) -> None:
     fields.set("train.precision", words[on[0]] if on else "fp32", on or [*words], how)
     if "fp8" in on:
         fields.set("train.fp8_scaling", "tensorwise", "fp8")
-    _optimizer(fields)
+    betas = ["adam_beta1", "adam_beta2"]
+    if any(name in fields.stated for name in betas):
+        fields.set("optimizer.betas", [fields.take(betas[0], float, 0.9), fields.take(betas[1], float, 0.999)], betas)
+    ratio, steps = fields.take("warmup_ratio", float, 0.0), fields.take("warmup_steps", float, 0.0)
+    total = fields.settings.get("train.steps")
+    if steps >= 1:
+        fields.set("optimizer.warmup_steps", int(steps), "warmup_steps")
+    elif share := ratio or steps:
+        names = ["warmup_ratio", "warmup_steps", "max_steps"]
+        if total:
+            fields.set("optimizer.warmup_steps", int(share * float(str(total.text))), names)
+        else:
+            fields.leave(names[:2], "its share of the steps needs max_steps", affects=False)
     _recompute(fields)
     _adapter(fields)
     _loss(fields)
@@ -84,22 +96,6 @@ def _layout(fields: Fields) -> None:
 def _switch(fields: Fields, name: str) -> str:
     """Returns a value that is a switch or a word, as a word in lower case."""
     return str(fields.take(name, object, "")).lower()
-
-
-def _optimizer(fields: Fields) -> None:
-    betas = ["adam_beta1", "adam_beta2"]
-    if any(name in fields.stated for name in betas):
-        fields.set("optimizer.betas", [fields.take(betas[0], float, 0.9), fields.take(betas[1], float, 0.999)], betas)
-    ratio, steps = fields.take("warmup_ratio", float, 0.0), fields.take("warmup_steps", float, 0.0)
-    total = fields.settings.get("train.steps")
-    if steps >= 1:
-        fields.set("optimizer.warmup_steps", int(steps), "warmup_steps")
-    elif share := ratio or steps:
-        names = ["warmup_ratio", "warmup_steps", "max_steps"]
-        if total:
-            fields.set("optimizer.warmup_steps", int(share * float(str(total.text))), names)
-        else:
-            fields.leave(names[:2], "its share of the steps needs max_steps", affects=False)
 
 
 def _recompute(fields: Fields) -> None:

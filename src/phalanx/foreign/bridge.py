@@ -128,7 +128,19 @@ def is_nemo_yaml(source: Source) -> bool:
 
 def finish(fields: Fields) -> None:
     """Sets what a recipe's values mean together."""
-    _model(fields)
+    recipe, base = fields.take("recipe", str, ""), fields.take(TARGET, str, "")
+    is_whole = base in ("", "ConfigContainer", "pretrain", "finetune") or base[0].isupper()
+    for name in ("model.0", "model.config._target_", "model._target_", "model"):
+        value = fields.take(name, str, "")
+        if value and value != "from_hf_pretrained" and start_from(fields, name, value):
+            break
+    else:
+        name = "recipe" if is_whole else TARGET
+        if "num_layers" not in fields.stated and not start_from(fields, name, recipe if is_whole else base):
+            fields.need("model.preset", "the shape of the model, which is imported")
+    if not is_whole:
+        why = "this recipe is imported, and its file does not lie beside this one"
+        fields.unknown.append(Leftover(f"{base}()", None, why))
     _machine(fields)
     _precision(fields)
     names = ("dataset.seq_length", "dataset.sequence_length")
@@ -152,23 +164,6 @@ def finish(fields: Fields) -> None:
         fields.set("layout.zero", 3, "fsdp")
         fields.settings.pop("layout.dp_replicate", None)
     fields.framework = "nemo"
-
-
-def _model(fields: Fields) -> None:
-    """Sets the shape by the model's class, its name on the hub, or the name of the recipe that is imported."""
-    recipe, base = fields.take("recipe", str, ""), fields.take(TARGET, str, "")
-    is_whole = base in ("", "ConfigContainer", "pretrain", "finetune") or base[0].isupper()
-    for name in ("model.0", "model.config._target_", "model._target_", "model"):
-        value = fields.take(name, str, "")
-        if value and value != "from_hf_pretrained" and start_from(fields, name, value):
-            break
-    else:
-        name = "recipe" if is_whole else TARGET
-        if "num_layers" not in fields.stated and not start_from(fields, name, recipe if is_whole else base):
-            fields.need("model.preset", "the shape of the model, which is imported")
-    if not is_whole:
-        why = "this recipe is imported, and its file does not lie beside this one"
-        fields.unknown.append(Leftover(f"{base}()", None, why))
 
 
 def _machine(fields: Fields) -> None:

@@ -482,7 +482,9 @@ def read(row: Mapping[str, str]) -> Reading:
     products = row_layout.products_of(cells, cluster, framework)
     if not found:
         raise JobError(cells.problems)
-    _check_size(cells, model)
+    given, counted = cells.number("n_params_b"), count(model) / 1e9
+    if given and abs(counted / given - 1) > SIZE_TOLERANCE:
+        cells.assume(f"n_params_b {given:g} is not counted: the shape has {counted:.3g} B parameters")
     layout, batch = found
     width = 4 if products == "fp32" else 2
     if cells.said("(?<![a-z])lora(?![a-z])"):
@@ -508,13 +510,6 @@ def read(row: Mapping[str, str]) -> Reading:
         raise JobError(cells.problems)
     spec = replace(reading.spec, given=not any(map(_FILLED_IN.match, cells.assumed)))
     return replace(reading, spec=spec, assumptions=tuple(cells.assumed), ignored=cells.ignored)
-
-
-def _check_size(cells: Cells, model: ModelConfig) -> None:
-    """Notes a number of parameters that is not the shape's."""
-    given, counted = cells.number("n_params_b"), count(model) / 1e9
-    if given and abs(counted / given - 1) > SIZE_TOLERANCE:
-        cells.assume(f"n_params_b {given:g} is not counted: the shape has {counted:.3g} B parameters")
 
 
 def _unmeasured(cells: Cells, spec: StepSpec, framework: str) -> Reading:

@@ -28,30 +28,10 @@ from phalanx.schedule import catalogue
 COLUMNS = (
     *("source", "row_id", "model_name", "n_params_b", "n_layers", "hidden", "ffn_hidden", "n_heads", "n_kv_heads"),
     *("vocab", "seq_len", "moe_experts", "moe_topk", "gpu", "n_gpus", "gpus_per_node", "network"),
-    *(
-        "dp",
-        "tp",
-        "pp",
-        "vpp",
-        "cp",
-        "ep",
-        "zero_stage",
-        "sequence_parallel",
-        "recompute",
-        "schedule",
-        "micro_batch",
-        "global_batch_seqs",
-    ),
-    *(
-        "precision",
-        "optimizer_state",
-        "tflops_per_gpu",
-        "mfu_pct",
-        "tokens_per_s_per_gpu",
-        "step_time_s",
-        "peak_mem_gb",
-        "notes",
-    ),
+    *("dp", "tp", "pp", "vpp", "cp", "ep", "zero_stage", "sequence_parallel", "recompute", "schedule"),
+    *("micro_batch", "global_batch_seqs"),
+    *("precision", "optimizer_state", "tflops_per_gpu", "mfu_pct", "tokens_per_s_per_gpu", "step_time_s"),
+    *("peak_mem_gb", "notes"),
 )
 """Columns with a meaning; a table may have any subset of them, and others."""
 
@@ -256,27 +236,13 @@ def as_set_up(layout: Layout, recipe: Mapping[str, Any], model: ModelConfig) -> 
 
 
 SHARDED = (
-    "fsdp1",
-    "torchtitan",
-    "torchtitan-compile",
-    "torchtitan-async",
-    "torchtitan-2025",
-    "kempnerforge",
-    "automodel",
-    "maxtext",
-    "deepspeed-zero3",
+    *("fsdp1", "torchtitan", "torchtitan-compile", "torchtitan-async", "torchtitan-2025", "kempnerforge"),
+    *("automodel", "maxtext", "deepspeed-zero3"),
 )
 """Frameworks that shard parameters by default."""
 MODERN = (
-    "nemo",
-    "nemo-2025",
-    "nemo-early-2026",
-    "mlperf",
-    "mlperf-2023",
-    "megatron-core",
-    "llama3",
-    "megascale",
-    "megatron",
+    *("nemo", "nemo-2025", "nemo-early-2026", "mlperf", "mlperf-2023", "megatron-core", "llama3"),
+    *("megascale", "megatron"),
 )
 """Megatron's relatives since 2022, whose tensor parallelism includes sequence parallelism by default."""
 DISTRIBUTED = (*MODERN, "megatron-deepspeed", "internlm")

@@ -124,15 +124,7 @@ _DROPOUT = (
     *("attention_dropout", "attn_pdrop", "embd_pdrop", "resid_pdrop", "hidden_dropout", "hidden_dropout_prob"),
     *("embedding_dropout", "attn_dropout", "residual_dropout"),
 )
-_TRAINING_ONLY = (
-    "preset",
-    "from_",
-    "ignore_config",
-    "seq_len",
-    "dropout",
-    "init_std",
-    "lora",
-)
+_TRAINING_ONLY = ("preset", "from_", "ignore_config", "seq_len", "dropout", "init_std", "lora")
 _PARTS: dict[str, type[Any]] = {
     "query_growth": QueryGrowth,
     "moe": MoE,
@@ -221,7 +213,12 @@ def _read(values: Mapping[str, Any]) -> HuggingFaceModel:
     source = ConfigReader(values)
     classes, rewards = values.get("architectures"), False
     for name in classes if isinstance(classes, list) else ():
-        rewards |= _is_reward(name, values)
+        labels = values.get("id2label", values.get("num_labels", 2))
+        rewards |= (
+            isinstance(name, str)
+            and name.endswith("ForSequenceClassification")
+            and (len(labels) if isinstance(labels, dict) else labels) == 1
+        )
         if not isinstance(name, str):
             continue
         if not rewards and re.search("For(?!(CausalLM|ConditionalGeneration)$)[A-Z]|RewardModel", name):
@@ -264,16 +261,6 @@ def _read(values: Mapping[str, Any]) -> HuggingFaceModel:
 
 WITHOUT_REWARD = ("olmoe", "granite", "granitemoehybrid", "minimax_m2", "glm4_moe", "solar_open", "glm_moe_dsa")
 """Model types whose models transformers has not for the classification of sequences."""
-
-
-def _is_reward(name: Any, values: Mapping[str, Any]) -> bool:
-    """Returns whether a class is that of a reward model: a classification of sequences with one label."""
-    labels = values.get("id2label", values.get("num_labels", 2))
-    return (
-        isinstance(name, str)
-        and name.endswith("ForSequenceClassification")
-        and (len(labels) if isinstance(labels, dict) else labels) == 1
-    )
 
 
 def _stem(architecture: str) -> str:
