@@ -36,7 +36,7 @@ MOST_LINES = {
     "cli": 7490,
     "comm": 2170,
     "config": 6525,
-    "cost": 6730,
+    "cost": 6430,
     "data": 6790,
     "dryrun": 2345,
     "evaluate": 665,
