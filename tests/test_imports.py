@@ -31,11 +31,11 @@ INNER_FLOORS = {
 MOST_LINES = {
     "axes": 875,
     "blocks": 3160,
-    "check": 2105,
+    "check": 2100,
     "checkpoint": 3960,
     "cli": 7490,
     "comm": 2170,
-    "config": 6525,
+    "config": 6490,
     "cost": 6430,
     "data": 6790,
     "dryrun": 2345,

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
-
-import yaml
 
 from phalanx.blocks.kinds import HALVES, TABLES, attention_models, chosen_kinds
 from phalanx.blocks.operator import Half
@@ -13,7 +10,7 @@ from phalanx.config.fields import get, leaves
 from phalanx.config.job import Job
 from phalanx.config.layout import AXES
 from phalanx.config.model import ModelConfig
-from phalanx.config.values import LOADER
+from phalanx.config.values import yaml_data
 from phalanx.nearest import Misfit, did_you_mean, divisors, multiples
 from phalanx.techniques.adapters import adapter_problems
 from phalanx.techniques.technique import Problem
@@ -22,9 +19,7 @@ MOST_DEVICES = 1 << 20
 SMALLEST = 1e-30
 """Smallest number other than 0: quotients by smaller ones, and their powers, exceed the range of floating point."""
 BOUNDS: dict[str, tuple[int, str]] = {
-    path: (each["most"], each["why"])
-    for each in yaml.load(Path(__file__).with_name("bounds.yaml").read_text(encoding="utf-8"), Loader=LOADER)
-    for path in each["fields"]
+    path: (each["most"], each["why"]) for each in yaml_data(__file__, "bounds.yaml") for path in each["fields"]
 }
 """Upper bounds with their reasons, by path."""
 

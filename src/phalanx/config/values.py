@@ -8,6 +8,7 @@ import math
 import types
 import typing
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import yaml
@@ -18,6 +19,11 @@ from phalanx.nearest import did_you_mean
 MOST_NESTING = 20
 """Most levels of sections and lists. A job has five, and libyaml composes nodes by recursion in C, without a bound."""
 LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+
+
+def yaml_data(module: str, name: str) -> Any:
+    """Returns the content of a YAML file of this project, which lies beside a module (its `__file__`)."""
+    return yaml.load(Path(module).with_name(name).read_text(encoding="utf-8"), Loader=LOADER)
 
 
 def row_of(kind: Any) -> type | None:

@@ -14,18 +14,16 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any, TypeVar
 
-import yaml
-
 from phalanx.blocks.operator import PHALANX as PHALANX_PROFILE
 from phalanx.blocks.operator import MemoryProfile
 from phalanx.config.cluster import Accelerator
-from phalanx.config.values import LOADER
+from phalanx.config.values import yaml_data
 from phalanx.cost.spec import Framework
 from phalanx.techniques.compiling import COMPILED_LOSS_TENSORS
 
 CALIBRATION = Path(__file__).with_name("calibration.yaml")
 
-_STORED = yaml.load(Path(__file__).with_name("frameworks.yaml").read_text(encoding="utf-8"), Loader=LOADER)
+_STORED = yaml_data(__file__, "frameworks.yaml")
 Made = TypeVar("Made", MemoryProfile, Framework)
 
 
@@ -76,7 +74,7 @@ class FittedValue:
 @cache
 def fits() -> tuple[FittedValue, ...]:
     """Returns the lines of calibration.yaml, those of a device after those of all others."""
-    written = yaml.safe_load(CALIBRATION.read_text(encoding="utf-8"))
+    written = yaml_data(__file__, CALIBRATION.name)
     lines = [
         FittedValue(field, programs, device, value, source, tuple(numbers))
         for field, lines in written.items()

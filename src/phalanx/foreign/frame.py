@@ -193,7 +193,7 @@ class NameTable:
 @functools.cache
 def table_of(name: str) -> NameTable:
     """Returns the table of NAME.yaml in this folder."""
-    written = yaml.safe_load(Path(__file__).with_name(f"{name}.yaml").read_text(encoding="utf-8"))
+    written = values.yaml_data(__file__, f"{name}.yaml")
     base = table_of(written["extends"]) if "extends" in written else NameTable((), {})
     names = dict[str, NameMeaning]()
     for key, meaning in (written.get("fields") or {}).items():

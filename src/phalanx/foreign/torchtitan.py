@@ -7,12 +7,10 @@ import json
 import re
 import tomllib
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
-import yaml
-
 from phalanx.config.layout import Layout
+from phalanx.config.values import yaml_data
 from phalanx.errors import JobError
 from phalanx.foreign import shared
 from phalanx.foreign.frame import Fields, ForeignFormat, ForeignJob, Source, Stated, yaml_values
@@ -80,7 +78,7 @@ def _lines(source: Source) -> dict[str, tuple[int, str]]:
 
 @functools.cache
 def _flavors() -> dict[str, dict[str, Any]]:
-    return yaml.safe_load(Path(__file__).with_name("torchtitan.yaml").read_text(encoding="utf-8"))["flavors"]
+    return yaml_data(__file__, "torchtitan.yaml")["flavors"]
 
 
 def finish(fields: Fields) -> None:

@@ -11,10 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
 from math import sqrt
-from pathlib import Path
 from typing import Any, Literal
-
-import yaml
 
 from phalanx.blocks.kinds import block_kinds, untrained
 from phalanx.blocks.parameters import (
@@ -31,6 +28,7 @@ from phalanx.config.job import Optimizer
 from phalanx.config.model import MLA, LoRA, Mamba, ModelConfig, MoE, SparseAttention
 from phalanx.config.precision import Products
 from phalanx.config.presets import PRESETS, gpt_kind, llama_kind
+from phalanx.config.values import yaml_data
 from phalanx.cost.frameworks import as_recipe, calibrated
 from phalanx.cost.spec import StepSpec, as_used_by
 from phalanx.errors import JobError
@@ -153,7 +151,7 @@ def shapes() -> dict[str, ModelConfig]:
     found |= {name: PRESETS[preset] for name, preset in short.items()}
     kinds = {"gpt": gpt, "llama": llama, "nemotron": _squared, "hybrid": _hybrid}
     parts: dict[str, Callable[..., Any]] = {"moe": _moe, "mla": _mla}
-    written = yaml.safe_load(Path(__file__).with_name("shapes.yaml").read_text(encoding="utf-8"))
+    written = yaml_data(__file__, "shapes.yaml")
     for name, (kind, *sizes) in written.items():
         more = sizes.pop() if isinstance(sizes[-1], dict) else {}
         more |= {field: part(*more[field]) for field, part in parts.items() if field in more}

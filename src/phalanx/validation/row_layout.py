@@ -7,10 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache
 from math import gcd, prod
-from pathlib import Path
 from typing import Any, Literal
-
-import yaml
 
 from phalanx.blocks.operator import MemoryProfile
 from phalanx.blocks.parameters import count
@@ -20,6 +17,7 @@ from phalanx.config.clusters import ACCELERATORS, CLUSTERS, MACHINES, MEMORY_TOL
 from phalanx.config.layout import Layout, Recompute
 from phalanx.config.model import ModelConfig
 from phalanx.config.precision import Products
+from phalanx.config.values import yaml_data
 from phalanx.nearest import did_you_mean
 from phalanx.partition.derived import Batch
 from phalanx.registry import OWN
@@ -165,13 +163,13 @@ class Cells:
 @cache
 def sources() -> dict[str, Any]:
     """Returns the tables of sources.yaml."""
-    return yaml.safe_load(Path(__file__).with_name("sources.yaml").read_text(encoding="utf-8"))
+    return yaml_data(__file__, "sources.yaml")
 
 
 @cache
 def recipes() -> dict[str, Any]:
     """Returns the tables of recipes.yaml."""
-    return yaml.safe_load(Path(__file__).with_name("recipes.yaml").read_text(encoding="utf-8"))
+    return yaml_data(__file__, "recipes.yaml")
 
 
 _RELEASE = re.compile(r"\b(2[0-9]\.[0-9]{2}(?:\.[0-9]+)?)(?= nemo)|modelzoo|dgxc")

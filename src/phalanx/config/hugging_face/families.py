@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
-
-import yaml
 
 from phalanx.config.hugging_face import mixed, terms
 from phalanx.config.hugging_face.terms import (
@@ -25,7 +22,7 @@ from phalanx.config.hugging_face.terms import (
     shown,
 )
 from phalanx.config.model import ModelConfig, RopeScaling
-from phalanx.config.values import LOADER
+from phalanx.config.values import yaml_data
 
 
 @dataclass(frozen=True)
@@ -287,7 +284,7 @@ def by_type(families: Iterable[ConfigFamily]) -> dict[str, ConfigFamily]:
     }
 
 
-_STORED = yaml.load(Path(__file__).with_name("families.yaml").read_text(encoding="utf-8"), Loader=LOADER)
+_STORED = yaml_data(__file__, "families.yaml")
 FAMILIES, _MIXED, WITH_DELTAS, PREDICTED = (
     tuple(_family(*each) for each in _STORED[part].items()) for part in ("plain", "mixed", "deltas", "predicted")
 )
