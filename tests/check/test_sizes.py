@@ -11,8 +11,9 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from phalanx.check import model as model_rules
 from phalanx.check.load import load_words
-from phalanx.check.model import AT_MOST, size_problems
+from phalanx.check.model import size_problems
 from phalanx.cli.main import main
 from phalanx.config import overrides
 from phalanx.config.constraints import Interval
@@ -22,7 +23,7 @@ from phalanx.config.layout import Layout
 from phalanx.errors import JobError
 
 NUMBERS = [path for path, kind in leaves().items() if kind in (int, float)]
-BOUNDS = [(path, most) for most, _, paths in AT_MOST for path in paths]
+BOUNDS = [(path, most) for path, (most, _) in model_rules.BOUNDS.items()]
 SECONDS = 0.5
 """Of processor time; an answer takes milliseconds."""
 

@@ -10,20 +10,21 @@ from hypothesis import strategies as st
 
 from cost.activation_bytes import activation_bytes
 from phalanx.blocks.kinds import BlockKind
-from phalanx.blocks.operator import place_of
+from phalanx.blocks.operator import MemoryProfile, place_of
 from phalanx.config.layout import Layout
 from phalanx.config.model import MLA, ModelConfig, MoE
 from phalanx.config.presets import PRESETS
 from phalanx.cost.block_memory import saved
+from phalanx.cost.frameworks import PROFILES
 from phalanx.cost.held import LayerKind
-from phalanx.cost.memory_profiles import (
-    MEGATRON_2021,
-    MEGATRON_CORE,
-    PHALANX,
-    TORCHTITAN,
-    TORCHTITAN_COMPILED,
-    XLA,
-    MemoryProfile,
+
+MEGATRON_2021, MEGATRON_CORE, PHALANX, TORCHTITAN, TORCHTITAN_COMPILED, XLA = (
+    PROFILES["megatron-2021"],
+    PROFILES["megatron-core"],
+    PROFILES["phalanx"],
+    PROFILES["torchtitan"],
+    PROFILES["torchtitan-compiled"],
+    PROFILES["xla"],
 )
 
 GPT = ModelConfig(n_layers=2, d_model=64, n_heads=8, seq_len=32, dropout=0.1)

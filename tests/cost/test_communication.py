@@ -15,7 +15,7 @@ from phalanx.config.job import Job, Train
 from phalanx.config.layout import Layout
 from phalanx.config.presets import PRESETS
 from phalanx.cost.communication import messages_seconds, place
-from phalanx.cost.frameworks import MEGATRON_CORE, PHALANX
+from phalanx.cost.frameworks import FRAMEWORKS, PHALANX
 from phalanx.cost.held import contents
 from phalanx.cost.job_spec import step_spec
 from phalanx.cost.rank_time import block_time, held_by
@@ -23,6 +23,8 @@ from phalanx.cost.spec import StepSpec
 from phalanx.cost.step_state import state_seconds
 from phalanx.cost.traffic import Table, balanced_rows, block_traffic, row_traffic, step_traffic
 from phalanx.partition import derived as batch
+
+MEGATRON_CORE = FRAMEWORKS["megatron-core"]
 
 SLOW = Link(gbs=1e-6, latency_us=0, reached=1.0)
 """A kilobyte per second: beside its bytes no message's latency counts."""

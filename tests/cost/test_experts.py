@@ -10,11 +10,13 @@ import pytest
 from phalanx.blocks.kinds import block, block_kinds
 from phalanx.blocks.operator import Place
 from phalanx.config.presets import PRESETS
-from phalanx.cost.experts import GRAPHED, REPEATED, exposed_share, launch_seconds, repeated_seconds
-from phalanx.cost.frameworks import MEGATRON_CORE
+from phalanx.cost.frameworks import FRAMEWORKS
 from phalanx.cost.prediction import predict
+from phalanx.cost.rank_time import GRAPHED, REPEATED, exposed_share, launch_seconds, repeated_seconds
 from phalanx.cost.spec import StepSpec
 from phalanx.validation.row import read
+
+MEGATRON_CORE = FRAMEWORKS["megatron-core"]
 
 ROW = {
     "source": "NVIDIA-NeMo/Megatron-Bridge",

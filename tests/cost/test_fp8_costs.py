@@ -11,11 +11,13 @@ from phalanx.check.load import load_words
 from phalanx.config.clusters import ACCELERATORS
 from phalanx.config.job import Job
 from phalanx.config.overrides import parse
-from phalanx.cost.frameworks import PHALANX, TORCHTITAN
+from phalanx.cost.frameworks import FRAMEWORKS, PHALANX
 from phalanx.cost.job_spec import step_spec
 from phalanx.cost.kernels import operator_seconds, product_seconds, stream_seconds
 from phalanx.cost.prediction import predict
 from phalanx.errors import JobError
+
+TORCHTITAN = FRAMEWORKS["torchtitan"]
 
 H200 = ACCELERATORS["h200"]
 ONE = ("cluster.devices_per_node=1", "global_batch=1", "model.n_layers=6")

@@ -10,10 +10,18 @@ from hypothesis import strategies as st
 
 from phalanx.config.job import Optimizer
 from phalanx.config.model import ModelConfig
+from phalanx.cost.frameworks import PROFILES
 from phalanx.cost.held import GatheredParameters, expert_ranks
-from phalanx.cost.memory_profiles import FSDP1, MEGATRON_DEEPSPEED, NEMO, PHALANX, TORCHTITAN
 from phalanx.cost.state_formulas import MemoryFormulas
 from phalanx.optimizers.catalogue import OptimizerCosts, optimizer_costs
+
+FSDP1, MEGATRON_DEEPSPEED, NEMO, PHALANX, TORCHTITAN = (
+    PROFILES["fsdp1"],
+    PROFILES["megatron-deepspeed"],
+    PROFILES["nemo"],
+    PROFILES["phalanx"],
+    PROFILES["torchtitan"],
+)
 
 FP32_GRADIENTS = replace(PHALANX, gradient_bytes=4, unbuffered_gradient_bytes=2)
 PROFILES = [PHALANX, FP32_GRADIENTS, FSDP1, TORCHTITAN, NEMO, MEGATRON_DEEPSPEED]

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from cost.activation_bytes import activation_bytes
 from cost.exact_state import state_bytes
+from phalanx.blocks.operator import MemoryProfile
 from phalanx.blocks.parameters import count
 from phalanx.config.cluster import Cluster
 from phalanx.config.clusters import ACCELERATORS
@@ -20,17 +21,8 @@ from phalanx.config.layout import Layout
 from phalanx.config.model import ModelConfig
 from phalanx.config.precision import Products
 from phalanx.config.presets import PRESETS
+from phalanx.cost.frameworks import PROFILES
 from phalanx.cost.held import flights
-from phalanx.cost.memory_profiles import (
-    FSDP1,
-    MEGATRON_2021,
-    MEGATRON_CORE,
-    MEGATRON_DEEPSPEED,
-    PHALANX,
-    TORCHTITAN,
-    XLA,
-    MemoryProfile,
-)
 from phalanx.cost.prediction import predict
 from phalanx.cost.rank_memory import RankMemory, step_memory
 from phalanx.cost.spec import Framework, StepSpec
@@ -41,6 +33,16 @@ from phalanx.partition import derived as batch
 from phalanx.partition.derived import even
 from phalanx.schedule import catalogue
 from phalanx.techniques.compiling import COMPILED_LOSS_TENSORS
+
+FSDP1, MEGATRON_2021, MEGATRON_CORE, MEGATRON_DEEPSPEED, PHALANX, TORCHTITAN, XLA = (
+    PROFILES["fsdp1"],
+    PROFILES["megatron-2021"],
+    PROFILES["megatron-core"],
+    PROFILES["megatron-deepspeed"],
+    PROFILES["phalanx"],
+    PROFILES["torchtitan"],
+    PROFILES["xla"],
+)
 
 GPT = ModelConfig(n_layers=8, d_model=512, n_heads=8, vocab_size=1024, seq_len=128, dropout=0.1)
 LLAMA = replace(PRESETS["llama3-8b"], seq_len=8192)

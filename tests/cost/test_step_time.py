@@ -15,7 +15,7 @@ from phalanx.config.clusters import cluster_of
 from phalanx.config.layout import Layout
 from phalanx.config.presets import PRESETS
 from phalanx.cost.communication import RankGroup, seconds
-from phalanx.cost.frameworks import FRAMEWORKS, MEGATRON_CORE, PHALANX, PHALANX_CPU
+from phalanx.cost.frameworks import FRAMEWORKS, PHALANX, PHALANX_CPU
 from phalanx.cost.held import ParameterCounts, contents
 from phalanx.cost.kernels import STREAM_EFFICIENCY
 from phalanx.cost.prediction import predict, step_parts
@@ -23,6 +23,8 @@ from phalanx.cost.rank_time import held_by, rank_time
 from phalanx.cost.spec import Framework, StepSpec
 from phalanx.cost.step_state import state_seconds
 from phalanx.partition import derived as batch
+
+MEGATRON_CORE = FRAMEWORKS["megatron-core"]
 
 
 def spec(

@@ -22,7 +22,7 @@ from phalanx.blocks.parameters import parameter_shapes
 from phalanx.check.load import as_dict
 from phalanx.checkpoint.consolidated import open_source
 from phalanx.cli.main import main
-from phalanx.config.hugging_face.predicted import TRAINED_FAMILIES
+from phalanx.config.hugging_face.families import TRAINED_FAMILIES
 from phalanx.config.job import Job, Train
 from phalanx.config.model import LoRA, ModelConfig
 from phalanx.config.presets import PRESETS

@@ -29,7 +29,7 @@ from phalanx.data.prepare import prepare
 from phalanx.dryrun.rehearse import distinct_ranks, rehearse
 from phalanx.errors import JobError, RunError
 from phalanx.generate import rollouts
-from phalanx.generate.rewards import reward_of
+from phalanx.generate.rollouts import reward_of
 from phalanx.partition import derived as batch
 from train.runs import change, require_same_weights, rows, stop, train, weights
 

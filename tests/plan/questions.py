@@ -9,9 +9,15 @@ from phalanx.config.cluster import Accelerator, Cluster, Link, Sharing
 from phalanx.config.clusters import cluster_of
 from phalanx.config.model import LoRA, ModelConfig
 from phalanx.config.presets import PRESETS
-from phalanx.cost.frameworks import MEGATRON_2021, MEGATRON_CORE, PHALANX, PHALANX_CPU, TORCHTITAN
+from phalanx.cost.frameworks import FRAMEWORKS, PHALANX, PHALANX_CPU
 from phalanx.cost.spec import Framework
 from phalanx.plan.space import PlanRequest
+
+MEGATRON_2021, MEGATRON_CORE, TORCHTITAN = (
+    FRAMEWORKS["megatron-2021"],
+    FRAMEWORKS["megatron-core"],
+    FRAMEWORKS["torchtitan"],
+)
 
 LAPTOP = Cluster(
     devices_per_node=4,

@@ -10,11 +10,13 @@ from hypothesis import strategies as st
 from phalanx.config.clusters import cluster_of
 from phalanx.config.layout import Layout
 from phalanx.config.presets import PRESETS
-from phalanx.cost.frameworks import MEGATRON_CORE
+from phalanx.cost.frameworks import FRAMEWORKS
 from phalanx.cost.prediction import Parts, Prediction, predict
 from phalanx.cost.spec import StepSpec
 from phalanx.partition import derived as batch
 from phalanx.plan.alternatives import differences, explain
+
+MEGATRON_CORE = FRAMEWORKS["megatron-core"]
 
 
 def prediction(layout: Layout) -> Prediction:

@@ -7,12 +7,14 @@ import pytest
 from phalanx.config.clusters import cluster_of
 from phalanx.config.layout import Layout
 from phalanx.config.presets import PRESETS
-from phalanx.cost.frameworks import MEGATRON_2021, MEGATRON_DEEPSPEED, PHALANX
+from phalanx.cost.frameworks import FRAMEWORKS, PHALANX
 from phalanx.cost.held import contents
 from phalanx.cost.rank_memory import step_memory
 from phalanx.cost.rank_time import rank_time
 from phalanx.plan.refine import Filling, PipelineRanks
 from phalanx.plan.space import PlanRequest
+
+MEGATRON_2021, MEGATRON_DEEPSPEED = FRAMEWORKS["megatron-2021"], FRAMEWORKS["megatron-deepspeed"]
 
 LAYOUTS = [
     Layout(pp=4, dp_shard=4, zero=1, micro_batch=1, recompute="full"),

@@ -10,7 +10,7 @@ import numpy as np
 
 from phalanx.config.clusters import cluster_of
 from phalanx.config.presets import PRESETS
-from phalanx.cost.frameworks import MEGATRON_CORE, PHALANX
+from phalanx.cost.frameworks import FRAMEWORKS, PHALANX
 from phalanx.cost.prediction import predict
 from phalanx.cost.spec import StepSpec
 from phalanx.errors import JobError
@@ -19,6 +19,8 @@ from phalanx.plan.space import PlanRequest
 from phalanx.schedule.catalogue import SCHEDULES
 from phalanx.simulate.step import step_seconds
 from simulate.specs import spec
+
+MEGATRON_CORE = FRAMEWORKS["megatron-core"]
 
 LAYOUTS = 40
 LARGEST = 1000

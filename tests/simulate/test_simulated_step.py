@@ -14,7 +14,7 @@ from phalanx.config.job import Optimizer
 from phalanx.config.model import ModelConfig
 from phalanx.config.presets import PRESETS
 from phalanx.cost.communication import boundary_seconds
-from phalanx.cost.frameworks import MEGATRON_2021, MEGATRON_CORE, PHALANX
+from phalanx.cost.frameworks import FRAMEWORKS, PHALANX
 from phalanx.cost.held import contents
 from phalanx.cost.prediction import predict
 from phalanx.cost.rank_time import held_by
@@ -25,6 +25,8 @@ from phalanx.partition.derived import schedule_of
 from phalanx.schedule import catalogue, file
 from phalanx.simulate.step import Disturbance, check, figures, rank_seconds, simulate, stage_time, step_seconds
 from simulate.specs import spec
+
+MEGATRON_2021, MEGATRON_CORE = FRAMEWORKS["megatron-2021"], FRAMEWORKS["megatron-core"]
 
 DATA = ("dp_shard=64", "dp_shard=8,dp_replicate=8", "dp_shard=64,reshard=false", "dp_shard=8,tp=8,sp=true")
 SHARED = ("dp_replicate=64", "dp_shard=64,zero=1", "dp_shard=64,zero=2", "dp_shard=8,dp_replicate=8,zero=2")

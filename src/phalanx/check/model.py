@@ -10,150 +10,17 @@ from phalanx.config.fields import get, leaves
 from phalanx.config.job import Job
 from phalanx.config.layout import AXES
 from phalanx.config.model import ModelConfig
-from phalanx.config.precision import HALF
+from phalanx.config.values import yaml_data
 from phalanx.nearest import Misfit, did_you_mean, divisors, multiples
 from phalanx.techniques.adapters import adapter_problems
 from phalanx.techniques.technique import Problem
 
-MOST_STAGES = 1024
-"""Most stages, and most layers of a model."""
 MOST_DEVICES = 1 << 20
-AT_MOST: list[tuple[int, str, list[str]]] = [
-    (
-        MOST_STAGES,
-        "the deepest published transformer has 1,000 layers (DeepNet, Wang et al. 2022)",
-        [
-            *("model.n_layers", "model.full_every", "model.nope_every", "model.moe.n_dense_layers", "model.mtp"),
-            "model.shared_keys",
-            *("layout.pp", "layout.pp_chunks", "layout.offload_blocks"),
-        ],
-    ),
-    (
-        1 << 20,
-        "forty times the widest published transformer, 25,600 (Megatron-LM's 1T)",
-        [
-            *(f"model.{name}" for name in ("d_model", "d_ff", "head_dim", "moe.d_ff", "wide.head_dim")),
-            "model.layer_embedding",
-            *(f"model.mla.{name}" for name in ("q_rank", "kv_rank", "rope_head_dim", "nope_head_dim", "v_head_dim")),
-            *("model.lora.rank", "model.moe.latent", "model.sparse.index_head_dim"),
-            *("model.delta.key_head_dim", "model.delta.head_dim", "model.mamba.head_dim", "model.mamba.state"),
-            *("model.delta.conv", "model.mamba.conv", "model.mamba.chunk"),
-        ],
-    ),
-    (
-        1 << 14,
-        "a hundred times the heads of the widest published transformer, 160",
-        [
-            *("model.n_heads", "model.n_kv_heads", "model.wide.n_kv_heads", "model.sparse.index_heads"),
-            *("model.delta.n_heads", "model.delta.key_heads", "model.mamba.n_heads", "model.mamba.groups"),
-        ],
-    ),
-    (
-        1 << 14,
-        "eight times the most experts of a published transformer, 2,048 (Switch-C, Fedus et al. 2021)",
-        [f"model.moe.{name}" for name in ("n_experts", "top_k", "n_shared", "n_groups", "top_groups", "capacity")],
-    ),
-    (1 << 24, "sixty times the largest published vocabulary, 256,000 tokens", ["model.vocab_size"]),
-    (
-        1 << 27,
-        "the longest published context has 100 million tokens",
-        [
-            *(
-                "model.seq_len",
-                "model.window",
-                "model.rope_scaling.original_seq_len",
-                "model.query_growth.length",
-                "model.sparse.top_k",
-            ),
-            *("layout.loss_chunk", "layout.compression_rank", "run.sample_tokens"),
-        ],
-    ),
-    (
-        MOST_DEVICES,
-        "ten times the largest cluster that trained one model",
-        [
-            *("cluster.nodes", "cluster.domain", "cluster.pod"),
-            *(
-                f"layout.{name}"
-                for name in ("dp_replicate", "dp_shard", "cp", "cp_ulysses", "tp", "ep", "etp", "ep_node", "hpz")
-            ),
-        ],
-    ),
-    (
-        4096,
-        "no node has so many devices or processors",
-        [
-            *("cluster.devices_per_node", "cluster.accelerator.cores", "run.threads", "data.workers"),
-            *(f"cluster.sharing.{name}" for name in ("node_cores", "processes", "linked")),
-        ],
-    ),
-    (
-        1 << 20,
-        "sixteen times the largest published batch, 65,536 sequences (LAMB, You et al. 2020)",
-        ["train.global_batch", "optimizer.base_batch", "layout.micro_batch", "layout.accumulation"],
-    ),
-    (
-        1 << 20,
-        "more would be kept in memory at once than any host has",
-        ["layout.pp_slices", "layout.tiles", "layout.prefetch", "layout.bucket_mb", "data.prefetch", "data.bpe_vocab"],
-    ),
-    (
-        10**9,
-        "a year of steps of 30 ms",
-        [
-            *("train.steps", "train.log_every", "train.eval_every", "train.eval_samples", "checkpoint.every"),
-            "checkpoint.memory_every",
-            *(
-                "checkpoint.keep",
-                "checkpoint.keep_every",
-                "optimizer.warmup_steps",
-                "optimizer.decay_steps",
-                "layout.sync_every",
-                "layout.compression_start",
-            ),
-        ],
-    ),
-    (10**12, "a prepared corpus of random tokens lies on disk whole", ["data.random_tokens"]),
-    (1 << 63, "it has to be a number of 63 bits", ["train.seed"]),
-    (
-        10**12,
-        "nothing that is measured or set is so large",
-        [
-            *(f"cluster.{name}" for name in ("peak_tflops", "oversubscription")),
-            *(f"cluster.{name}" for name in ("price_per_device_hour", "power_w", "carbon_g_per_kwh")),
-            *(f"cluster.accelerator.{name}_tflops" for name in (*HALF, "fp8", "fp4", "fp32")),
-            *(f"cluster.accelerator.{name}" for name in ("memory_gib", "bandwidth_gbs", "sustained", "alone", "older")),
-            *(f"cluster.accelerator.{name}_us" for name in ("launch", "product", "host")),
-            *(f"cluster.sharing.{name}" for name in ("alone_products", "alone_streams")),
-            *(f"cluster.host.{name}" for name in ("memory_gib", "link_gbs", "update_gbs", "disk_gbs", "disk_gib")),
-            *(f"cluster.{link}.{name}" for link in ("intra", "inter") for name in ("gbs", "latency_us", "pair_gbs")),
-            *(f"model.rope_scaling.{name}" for name in ("factor", "low_freq_factor", "high_freq_factor", "magnitude")),
-            *("model.rope_scaling.beta_fast", "model.rope_scaling.beta_slow"),
-            *(f"model.moe.{name}" for name in ("route_scale", "aux_loss", "z_loss", "bias_rate")),
-            *(f"model.{name}" for name in ("norm_eps", "rope_theta", "window_rope_theta", "init_std")),
-            *("model.lora.alpha", "model.mla.norm_eps", "model.sparse.index_loss"),
-            *(f"model.{name}" for name in ("attention_scale", "attention_softcap", "logit_softcap", "logit_divisor")),
-            *(f"model.{name}_multiplier" for name in ("embedding", "residual")),
-            "model.query_growth.rate",
-            *(f"optimizer.{name}" for name in ("lr", "eps", "weight_decay", "clip", "outer_lr")),
-            *(f"cluster.calibration.{command}.provenance.cores" for command in ("compute", "comm")),
-            *(
-                f"cluster.calibration.{part}.{figure}"
-                for part in (
-                    *("compute.products", "compute.attention", "compute.streams", "compute.blocks"),
-                    *("comm.intra", "comm.inter"),
-                )
-                for figure in ("error", "spread", "rounds")
-            ),
-            "run.timeout_s",
-        ],
-    ),
-]
-"""Upper bounds, each with its reason: beyond them a typing error is more likely than a job, and answers would take
-minutes or all memory."""
 SMALLEST = 1e-30
 """Smallest number other than 0: quotients by smaller ones, and their powers, exceed the range of floating point."""
-BOUNDS = {path: (most, reason) for most, reason, paths in AT_MOST for path in paths}
+BOUNDS: dict[str, tuple[int, str]] = {
+    path: (each["most"], each["why"]) for each in yaml_data(__file__, "bounds.yaml") for path in each["fields"]
+}
 """Upper bounds with their reasons, by path."""
 
 

@@ -14,7 +14,6 @@ from phalanx.blocks.parameters import parameter_shapes
 from phalanx.config import values, yaml_file
 from phalanx.config.corpora import tokenizer_in, tokens_at
 from phalanx.config.fields import get, leaves, replace
-from phalanx.config.hugging_face import config_json
 from phalanx.config.job import Job
 from phalanx.config.model import LoRA, ModelConfig
 from phalanx.config.presets import states_no_rows
@@ -50,6 +49,8 @@ def starting_point(text: str, ignored: tuple[str, ...] = ()) -> StartingPoint:
     JobError if there are none."""
     path = Path(text)
     if is_hugging_face(path):
+        from phalanx.config.hugging_face import config_json
+
         described = config_json.read_file(path / "config.json", ignored)
         model, folder = described.with_modules(tensor_names(path)).model, path
     else:
@@ -137,6 +138,8 @@ def start_problems(job: Job, given: Set[str]) -> Iterator[Problem]:
             there = replaced(there, sparse=job.model.sparse)
         if _shapes(job.model) == _shapes(there):
             return
+        from phalanx.config.hugging_face import config_json
+
         names = [path for path, _, _ in config_json.differing(job.model, there)]
         others = [name for name in names if _shapes(replace(there, name, get(job.model, name))) != _shapes(there)]
         here = ", ".join(f"{name} {get(job.model, name)} (there {get(there, name)})" for name in others or names)

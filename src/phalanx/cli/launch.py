@@ -23,29 +23,14 @@ from phalanx.config.fields import get
 from phalanx.config.job import Job
 from phalanx.echo import echo
 from phalanx.errors import JobError, RunError
+from phalanx.launch import start
 from phalanx.launch.exported import Exported, exported
 from phalanx.launch.grid import GridRequest, ProcessGrid, solve
 from phalanx.launch.hosts import HostSlots, names_of, read_hosts
 from phalanx.launch.ship import interpreter, ship
 from phalanx.launch.ship import parse as parse_ship
 from phalanx.launch.site import GENERIC, Site, chosen, known, user_folder
-from phalanx.launch.start import (
-    IN_WORDS,
-    SSH,
-    HostCommand,
-    Launcher,
-    LaunchPlace,
-    RemoteNodes,
-    StartRequest,
-    commands_of,
-    ephemeral_ports,
-    launcher_for,
-    mpiexec_version,
-    port_for,
-    run_in_foreground,
-    where,
-    with_own_mpiexec,
-)
+from phalanx.launch.start import IN_WORDS
 from phalanx.launch.submit import (
     ManifestRequest,
     SubmitRequest,
@@ -68,7 +53,7 @@ class LaunchPlan:
     words: Words
     extra: tuple[str, ...]
     """The user's own options of the launcher."""
-    place: LaunchPlace
+    place: start.LaunchPlace
     site: Site | None
     """The machine's settings; None on a machine of which nothing is known."""
     hosts: tuple[HostSlots, ...]
@@ -83,7 +68,7 @@ class LaunchPlan:
     ) -> LaunchPlan:
         """Returns the plan. Raises JobError if the numbers do not fit, and for every wrong option."""
         options = words.options
-        place = where(env, which)
+        place = start.where(env, which)
         site = chosen(options["site"], env, host)
         hosts = tuple(read_hosts(Path(options["hostfile"]))) if options["hostfile"] else place.hosts
         counts_here = place.is_allocation or (place.kind in ("host", "pod") and not options["submit"])
@@ -136,19 +121,19 @@ class LaunchPlan:
     def settings(self) -> list[str]:
         return [f"{name}={shlex.quote(value)}" for name, value in sorted(self.exported.values.items())]
 
-    def sentence(self, launcher: Launcher) -> str:
+    def sentence(self, launcher: start.Launcher) -> str:
         grid, job = self.grid, f", job {self.place.job_id}" if self.place.job_id else ""
         nodes = f"{grid.nnodes} node{'' if grid.nnodes == '1' else 's'}"
         processes = f"{grid.per_node} process{'' if grid.per_node == 1 else 'es'} = {grid.processes}"
         layout = self.words.job.layout.line()
         return f"{IN_WORDS[self.place.kind]}{job}; {launcher}; {nodes} × {processes}; layout {layout}"
 
-    def start_request(self, launcher: Launcher) -> StartRequest:
+    def start_request(self, launcher: start.Launcher) -> start.StartRequest:
         options, job, grid = self.words.options, self.words.job, self.grid
         full = grid.per_node == (self.site.devices if self.site else 0)
         by_launcher = options["ranks_by"] == "launcher" and full and self.site is not None
         hosts = names_of(self.hosts)[: grid.nodes]
-        return StartRequest(
+        return start.StartRequest(
             words=self._job_words(),
             grid=grid,
             hosts=hosts,
@@ -186,7 +171,7 @@ class LaunchPlan:
         suffix = self.site.host_suffix if self.site else ""
         first = hosts[0] if not suffix or hosts[0].endswith(suffix) else hosts[0].partition(".")[0] + suffix
         key = f"{self.place.job_id}.{self.place.restarts}" if self.place.job_id else str(self._directory)
-        return first, self.words.options["port"] or port_for(key, ephemeral_ports())
+        return first, self.words.options["port"] or start.port_for(key, start.ephemeral_ports())
 
     @property
     def _directory(self) -> Path:
@@ -288,7 +273,7 @@ _LOCAL_PATHS = ("LD_LIBRARY_PATH", "PYTHONPATH", "TMPDIR")
 """Variables that name folders of this machine, which an image does not have."""
 
 
-def _grid_request(words: Words, place: LaunchPlace, hosts: tuple[HostSlots, ...], devices: int) -> GridRequest:
+def _grid_request(words: Words, place: start.LaunchPlace, hosts: tuple[HostSlots, ...], devices: int) -> GridRequest:
     options, job = words.options, words.job
     layout, cluster, run = job.layout, job.cluster, job.run
     stated = cluster.nodes if cluster.nodes > 1 or cluster.devices_per_node else 0
@@ -374,7 +359,7 @@ OPTIONS = {
     ),
     "cpu_bind": Option("The launcher's binding of processes to processors.", rare=True),
     "port": Option("Port of the rendezvous; by default a hash of the job's id.", 0, at_least=1, rare=True),
-    "remote_shell": Option("Program that takes HOST and a command for its shell.", SSH, str, rare=True),
+    "remote_shell": Option("Program that takes HOST and a command for its shell.", start.SSH, str, rare=True),
     "kill": Option("End a run on this host; alone.", value="RUN", rare=True),
     "ship": Option(
         "Copy a folder, such as this environment, to all hosts' local disks first, from host to host.",
@@ -433,9 +418,21 @@ VERB = job_verb(
 def run(argv: Sequence[str]) -> int:
     words, extra = own_names(argv)
     if "--list-sites" in words:
-        return _list_sites("--json" in words)
+        sites = known(os.environ)
+        if "--json" in words:
+            echo(json.dumps([vars(replace(site)) for site in sites.values()], indent=1))
+            return 0
+        width = max(map(len, sites))
+        lines = [f"{name:<{width}}  {site.about or site.scheduler}" for name, site in sites.items()]
+        echo("\n".join([*lines, f"\nYour own: {user_folder(os.environ) / Path('NAME.yaml')}, or --site FILE.yaml"]))
+        return 0
     if words[:1] == ["--kill"] or (words[:1] and words[0].startswith("--kill=")):
-        return _kill(words)
+        from phalanx.cli.program import kill
+
+        runs = [words[0].partition("=")[2], *words[1:]] if "=" in words[0] else list(words[1:])
+        if len(runs) != 1 or not runs[0]:
+            raise JobError("--kill takes one run's directory: phalanx launch --kill runs/NAME")
+        return kill(runs[0])
     if extra and not extra[0].startswith("-"):
         return _start_program(words, extra)
     parsed = VERB.parse(words)
@@ -451,15 +448,6 @@ def run(argv: Sequence[str]) -> int:
     return _submit(parsed, plan) if parsed.options["submit"] else _start(parsed, plan)
 
 
-def _kill(words: Sequence[str]) -> int:
-    from phalanx.cli.program import kill
-
-    runs = [words[0].partition("=")[2], *words[1:]] if "=" in words[0] else list(words[1:])
-    if len(runs) != 1 or not runs[0]:
-        raise JobError("--kill takes one run's directory: phalanx launch --kill runs/NAME")
-    return kill(runs[0])
-
-
 def _start_program(argv: Sequence[str], program: Sequence[str]) -> int:
     """Starts any program as ranks."""
     from phalanx.cli import program as programs
@@ -469,13 +457,13 @@ def _start_program(argv: Sequence[str], program: Sequence[str]) -> int:
         return 0
     grid, place, hosts = programs.grid_of(words, os.environ, shutil.which)
     options = words.options
-    launcher = launcher_for(
+    launcher = start.launcher_for(
         place,
         nodes=grid.nodes,
         wanted=options["launcher"],
         hosts_given=bool(options["hostfile"]),
         site=None,
-        version=lambda: mpiexec_version(shutil.which),
+        version=lambda: start.mpiexec_version(shutil.which),
         submits=False,
     )
     variables = exported(os.environ, options["export_env"], options["env"], {})
@@ -488,10 +476,10 @@ def _start_program(argv: Sequence[str], program: Sequence[str]) -> int:
             os.environ.update(variables.values)
             settings = json.loads(request.words[0].partition("=")[2])
             return programs.run_node(settings, program)
-        commands = [HostCommand((request.python, "-P", "-m", "phalanx.cli.node", *request.words))]
+        commands = [start.HostCommand((request.python, "-P", "-m", "phalanx.cli.node", *request.words))]
     else:
-        commands = commands_of(launcher, request, options["hostfile"])
-        commands = [with_own_mpiexec(launcher, command, shutil.which, starts=starts) for command in commands]
+        commands = start.commands_of(launcher, request, options["hostfile"])
+        commands = [start.with_own_mpiexec(launcher, command, shutil.which, starts=starts) for command in commands]
     if not starts:
         shells = [command.shell for command in commands]
         words.show(
@@ -533,31 +521,33 @@ def _refuse_program(first: Sequence[str]) -> None:
 
 def _start(words: Words, plan: LaunchPlan) -> int:
     options = words.options
-    launcher = launcher_for(
+    launcher = start.launcher_for(
         plan.place,
         nodes=plan.grid.nodes,
         wanted=options["launcher"],
         hosts_given=bool(options["hostfile"]),
         site=plan.site,
-        version=lambda: mpiexec_version(shutil.which),
+        version=lambda: start.mpiexec_version(shutil.which),
     )
     starts = "dry_run" not in words.switches
     request = _shipped(plan.start_request(launcher), options["ship"], starts)
-    commands = commands_of(launcher, request, options["hostfile"])
-    commands = [with_own_mpiexec(launcher, command, shutil.which, starts=starts) for command in commands]
+    commands = start.commands_of(launcher, request, options["hostfile"])
+    commands = [start.with_own_mpiexec(launcher, command, shutil.which, starts=starts) for command in commands]
     if not starts:
         _show(words, plan, launcher, commands)
         return 0
     return _run(commands, launcher, request, bare_stdout="json" in words.switches)
 
 
-def _run(commands: Sequence[HostCommand], launcher: Launcher, request: StartRequest, *, bare_stdout: bool) -> int:
+def _run(
+    commands: Sequence[start.HostCommand], launcher: start.Launcher, request: start.StartRequest, *, bare_stdout: bool
+) -> int:
     for command in commands:
         echo(f"phalanx: {command.shell}", file=sys.stderr, flush=True)
     env = {**os.environ, **request.exported.values}
     if launcher == "ssh":
         secrets = {name: os.environ[name] for name in request.exported.secrets}
-        nodes = RemoteNodes(
+        nodes = start.RemoteNodes(
             commands,
             least=request.grid.least_nodes,
             secrets=secrets,
@@ -566,11 +556,11 @@ def _run(commands: Sequence[HostCommand], launcher: Launcher, request: StartRequ
         )
         return nodes.run()
     if launcher in _PASS_ON_SIGUSR1:
-        return run_in_foreground(commands[0].argv, env)
+        return start.run_in_foreground(commands[0].argv, env)
     return _become(commands[0].argv, env)
 
 
-def _shipped(request: StartRequest, folder: str, starts: bool) -> StartRequest:
+def _shipped(request: start.StartRequest, folder: str, starts: bool) -> start.StartRequest:
     """Returns the request with the interpreter on local disks, after copying the folder of --ship if it `starts`."""
     if not folder:
         return request
@@ -593,7 +583,7 @@ def _become(argv: Sequence[str], env: Mapping[str, str]) -> int:
         raise RunError(f"{argv[0]} cannot be started: {error.strerror}; --dry-run prints the command") from None
 
 
-def _show(words: Words, plan: LaunchPlan, launcher: Launcher, commands: Sequence[HostCommand]) -> None:
+def _show(words: Words, plan: LaunchPlan, launcher: start.Launcher, commands: Sequence[start.HostCommand]) -> None:
     request = plan.start_request(launcher)
     if "json" in words.switches:
         document: dict[str, Any] = {
@@ -649,15 +639,4 @@ def _submit(words: Words, plan: LaunchPlan) -> int:
     else:
         lines = [f"submitted: {job}  ({wanted.file})", *(f"  {name + ':':<9}{text}" for name, text in steps.items())]
         echo("\n".join(lines))
-    return 0
-
-
-def _list_sites(as_json: bool) -> int:
-    sites = known(os.environ)
-    if as_json:
-        echo(json.dumps([vars(replace(site)) for site in sites.values()], indent=1))
-        return 0
-    width = max(map(len, sites))
-    lines = [f"{name:<{width}}  {site.about or site.scheduler}" for name, site in sites.items()]
-    echo("\n".join([*lines, f"\nYour own: {user_folder(os.environ) / Path('NAME.yaml')}, or --site FILE.yaml"]))
     return 0

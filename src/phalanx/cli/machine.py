@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 
     from phalanx.machine.calibration import CalibrationReport
     from phalanx.machine.self_test import SelfTestOptions
-    from phalanx.machine.self_test_report import DistReport
 
 TEST_DIST = job_verb(
     "test-dist",
@@ -162,7 +161,17 @@ def _test_rank(words: Words, ranks: Ranks, store: Store | None = None) -> int:
         job, ranks, device_of(ranks, kind), threads_for(job.run.threads, ranks.local_world or 1), options, store
     )
     if ranks.rank == 0:
-        _show_test(report, words)
+        from phalanx.machine.self_test_report import page, pictures
+
+        html, svg = words.options["html"], words.options["svg"]
+        files = {html: page(report)} if html else {}
+        if svg:
+            files |= {str(Path(svg, f"{name}.svg")): drawn for name, drawn in pictures(report).items()}
+        words.show({**report.as_dict(), "written": list(files)}, report.text())
+        for path, text in files.items():
+            write(path, text)  # only now: a full disk must not cost the result
+            if not words.as_json:
+                echo(f"written: {path}")
     if not report.ok:
         raise FoundError(f"the test found {report.verdict().removeprefix('FAILED: ')}")
     return 0
@@ -178,20 +187,6 @@ def _make_folders(options: Mapping[str, Any]) -> None:
             problems.append(f"--{name} {options[name]}: the folder cannot be created: {error.strerror}")
     if problems:
         raise JobError(problems)
-
-
-def _show_test(report: DistReport, words: Words) -> None:
-    from phalanx.machine.self_test_report import page, pictures
-
-    html, svg = words.options["html"], words.options["svg"]
-    files = {html: page(report)} if html else {}
-    if svg:
-        files |= {str(Path(svg, f"{name}.svg")): drawn for name, drawn in pictures(report).items()}
-    words.show({**report.as_dict(), "written": list(files)}, report.text())
-    for path, text in files.items():
-        write(path, text)  # only now: a full disk must not cost the result
-        if not words.as_json:
-            echo(f"written: {path}")
 
 
 def _show_hang(folder: Path) -> None:

@@ -119,7 +119,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         # A reader who is slow or gone must not stop training. Other verbs have nothing to do without one.
         with unblocked() if words[:1] == ["train"] else nullcontext():
-            code = _run_and_tell(words)
+            code = told(lambda: run(words))
             _flush()
             return code
     except OutputError as error:  # a full disk behind > FILE
@@ -128,10 +128,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         _discard_output()
         return 128 + signal.SIGPIPE
-
-
-def _run_and_tell(argv: Sequence[str]) -> int:
-    return told(lambda: run(argv))
 
 
 def told(work: Callable[[], int]) -> int:

@@ -616,7 +616,8 @@ def _short(page: Verb, width: int) -> list[str]:
 
 
 def _page(page: Verb, width: int, *, hidden: Collection[str] = (), clips: bool = False) -> Iterator[str]:
-    yield from _hanging(f"usage: phalanx {page.usage}", width)
+    first, *rest = filled(f"usage: phalanx {page.usage}", width)
+    yield from ([first, *filled(" ".join(rest), width, indent=len("usage: "))] if rest else [first])
     yield from ("", *filled(page.about, width))
     if page.listed:
         yield from ("", "commands:", *in_columns(page.listed, width, clips=clips))
@@ -643,11 +644,6 @@ def _page(page: Verb, width: int, *, hidden: Collection[str] = (), clips: bool =
             "`--help layout` explains a section, `phalanx docs job` every field."
         )
         yield from ("", *filled(text, width))
-
-
-def _hanging(text: str, width: int) -> list[str]:
-    first, *rest = filled(text, width)
-    return [first, *filled(" ".join(rest), width, indent=len("usage: "))] if rest else [first]
 
 
 def section_names() -> list[str]:

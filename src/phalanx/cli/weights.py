@@ -20,7 +20,7 @@ from phalanx.checkpoint.inventory import by_age, check
 from phalanx.checkpoint.manifest import MANIFEST, Manifest
 from phalanx.cli.verb import JSON, WHOLE, Command, Option, Verb, Words, alone, filled, flag_of
 from phalanx.config import kinds
-from phalanx.config.hugging_face.predicted import TRAINED
+from phalanx.config.hugging_face.families import TRAINED
 from phalanx.config.model import ModelConfig
 from phalanx.config.precision import WeightFormat
 from phalanx.config.presets import CATALOGUE, FROM_FILE, Preset, named, preset_of, unknown

@@ -41,11 +41,17 @@ def with_processes(cluster: Cluster, processes: int) -> Cluster:
         return cluster
     share, linked = shared.processes / processes, (shared.linked or shared.processes) / processes
     cores = max(shared.node_cores, shared.processes)
+    streams = _rate_factor(shared.alone_streams, share, shared.processes)
     return replace(
         cluster,
         devices_per_node=processes,
         accelerator=_device(cluster.accelerator, shared, share, max(1.0, processes / cores)),
-        host=_host(cluster.host, share, _rate_factor(shared.alone_streams, share, shared.processes)),
+        host=replace(
+            cluster.host,
+            memory_gib=cluster.host.memory_gib * share,
+            link_gbs=cluster.host.link_gbs * streams,
+            update_gbs=cluster.host.update_gbs * streams,
+        ),
         intra=_link(cluster.intra, linked, max(1.0, processes / max(cores, shared.linked))),
         inter=_link(cluster.inter, linked, max(1.0, processes / max(cores, shared.linked))),
         sharing=Sharing(),
@@ -73,15 +79,6 @@ def _device(device: Accelerator, shared: Sharing, share: float, crowd: float) ->
         launch_us=device.launch_us * crowd,
         product_us=device.product_us * crowd,
         host_us=device.host_us * crowd,
-    )
-
-
-def _host(host: HostShare, share: float, streams: float) -> HostShare:
-    return replace(
-        host,
-        memory_gib=host.memory_gib * share,
-        link_gbs=host.link_gbs * streams,
-        update_gbs=host.update_gbs * streams,
     )
 
 

@@ -69,18 +69,15 @@ class FolderName:
 
     def problem(self, value: str) -> str:
         """Returns what is wrong with a value and the nearest legal name, or nothing."""
-        legal = self._nearest(value)
+        names = [name for part in value.split("/") if (name := part.lstrip("."))]
+        printable = "".join(char if char.isprintable() else "-" for char in names[-1]) if names else ""
+        legal = printable.encode()[: self.longest].decode(errors="ignore")
         if value == legal:
             return ""
         return (
             f"must be the name of one folder: printable, without / and a leading dot, at most {self.longest} bytes; is "
             f"{value[:_SHOWN]!r}{'…' if len(value) > _SHOWN else ''}; nearest legal: {legal or 'run'}"
         )
-
-    def _nearest(self, value: str) -> str:
-        names = [name for part in value.split("/") if (name := part.lstrip("."))]
-        printable = "".join(char if char.isprintable() else "-" for char in names[-1]) if names else ""
-        return printable.encode()[: self.longest].decode(errors="ignore")
 
 
 @dataclass(frozen=True)

@@ -120,7 +120,14 @@ def resolve(name: str, text: str | None = None) -> str | None:
     path = SECTION_SHORTHAND.get(name) or short_names().get(name)
     if path or text is None or not (same := _namesakes(name)):
         return path
-    return _by_value(same, text)
+    # By the value: specific types precede free text, unless the text looks like a mistyped choice of the former.
+    closed = [path for path in same if leaves()[path] is not str]
+    fitting = [path for path in closed if _fits(foreign_names.value(path, text, leaves()[path]), leaves()[path])]
+    choices = [str(choice) for path in closed for choice in typing.get_args(leaves()[path])]
+    if not fitting and not nearest(text, choices):
+        fitting = [path for path in same if path not in closed]
+    ours = [path for path in fitting if path.startswith("layout.")]
+    return fitting[0] if len(fitting) == 1 else ours[0] if len(ours) == 1 else None
 
 
 def within(name: str) -> str:
@@ -145,18 +152,6 @@ def _by_last_name() -> dict[str, list[str]]:
         if section not in NESTED_SECTIONS.values() and name not in foreign_names.ADVICE:
             found.setdefault(name, []).append(path)
     return found
-
-
-def _by_value(paths: Sequence[str], text: str) -> str | None:
-    """Returns the field whose type takes the value. Specific types precede free text, unless the text looks like a
-    mistyped choice of the former."""
-    closed = [path for path in paths if leaves()[path] is not str]
-    fitting = [path for path in closed if _fits(foreign_names.value(path, text, leaves()[path]), leaves()[path])]
-    choices = [str(choice) for path in closed for choice in typing.get_args(leaves()[path])]
-    if not fitting and not nearest(text, choices):
-        fitting = [path for path in paths if path not in closed]
-    ours = [path for path in fitting if path.startswith("layout.")]
-    return fitting[0] if len(fitting) == 1 else ours[0] if len(ours) == 1 else None
 
 
 def _fits(text: str, kind: Any) -> bool:

@@ -14,8 +14,6 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from phalanx.config.hugging_face import config_json
-from phalanx.config.hugging_face.families import REFUSED
 from phalanx.config.model import ModelConfig
 from phalanx.config.typed import Known, read_as
 from phalanx.errors import JobError
@@ -56,6 +54,8 @@ def preset_of(name: str, ignored: Sequence[str] = ()) -> Preset:
     "hf:DIR/config.json", "hf:DIR". Raises JobError with the nearest name if it is unknown, or with everything that is
     wrong with the file."""
     if name.startswith(FROM_FILE):
+        from phalanx.config.hugging_face import config_json
+
         path = Path(name.removeprefix(FROM_FILE))
         described = config_json.read_file(path / "config.json" if os.path.isdir(path) else path, ignored)
         return Preset(described.model, f"{path}, model_type {described.family.model_type}", note=described.note)
@@ -93,6 +93,8 @@ def likely(text: str) -> str | None:
 def unknown(text: str) -> str:
     """Returns the end of a message about a wrong name: the likely preset, why there is no such kind, or the others of
     its family; and the command that lists all."""
+    from phalanx.config.hugging_face.families import REFUSED
+
     name = text.lower().rpartition("/")[2]
     kinds = [kind for kind in REFUSED if _words(kind) == _words(name)[: len(_words(kind))]]
     kind = max(kinds, key=len, default="")  # of several words it is sure: qwen3-vl-8b is no slip of qwen3-8b

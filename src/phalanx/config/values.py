@@ -8,6 +8,7 @@ import math
 import types
 import typing
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import yaml
@@ -18,6 +19,11 @@ from phalanx.nearest import did_you_mean
 MOST_NESTING = 20
 """Most levels of sections and lists. A job has five, and libyaml composes nodes by recursion in C, without a bound."""
 LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+
+
+def yaml_data(module: str, name: str) -> Any:
+    """Returns the content of a YAML file of this project, which lies beside a module (its `__file__`)."""
+    return yaml.load(Path(module).with_name(name).read_text(encoding="utf-8"), Loader=LOADER)
 
 
 def row_of(kind: Any) -> type | None:
@@ -94,16 +100,43 @@ def convert(text: str | list[str], kind: Any) -> Any:
     if row := row_of(kind):
         return _rows(text, row)
     if typing.get_origin(kind) is tuple:
-        return _tuple(text, typing.get_args(kind))
+        kinds = typing.get_args(kind)
+        items = text if isinstance(text, list) else [item.strip() for item in text.strip("[]() ").split(",")]
+        if kinds[1:] == (...,):
+            items = [] if items == [""] and kinds[0] is not int else items
+            kinds = kinds[:1] * len(items)
+        if len(items) != len(kinds):
+            raise ValueError(f"expected {len(kinds)} values, found {len(items)}")
+        return tuple(convert(item, kind) for item, kind in zip(items, kinds, strict=True))
     if isinstance(text, list):
         raise ValueError(f"expected {words(kind)}, not a list")
     if typing.get_origin(kind) is typing.Literal:
-        return _choice(text, typing.get_args(kind))
+        choices = typing.get_args(kind)
+        by_text = {str(choice): choice for choice in choices}
+        if text in by_text:
+            return by_text[text]
+        raise ValueError(f"expected one of {', '.join(by_text)}, found {text!r}{did_you_mean(text.lower(), by_text)}")
     if kind is str:
         return _text(text)
     if kind is bool:
-        return _bool(text)
-    return _number(text, kind)
+        if text.lower() in TRUE:
+            return True
+        if text.lower() in FALSE:
+            return False
+        raise ValueError(f"expected true or false, found {text!r}")
+    if len(text) > LONGEST_NUMBER:
+        raise ValueError(f"expected {words(kind)}, found {len(text):,} characters")
+    try:
+        return int(text) if kind is int else _finite(float(text))
+    except ValueError:
+        pass
+    try:
+        value = _finite(float(text))
+    except ValueError:
+        raise ValueError(f"expected {words(kind)}, found {text!r}") from None
+    if not value.is_integer():
+        raise ValueError(f"expected a whole number, found {text!r}")
+    return int(value)
 
 
 def _first(text: str | list[str], kind: Any) -> Any:
@@ -114,16 +147,6 @@ def _first(text: str | list[str], kind: Any) -> Any:
             continue
     found = text if isinstance(text, str) else ", ".join(text)
     raise ValueError(f"expected {words(kind)}, found {found[:LONGEST_NUMBER]!r}")
-
-
-def _tuple(text: str | list[str], kinds: tuple[Any, ...]) -> tuple[Any, ...]:
-    items = text if isinstance(text, list) else [item.strip() for item in text.strip("[]() ").split(",")]
-    if kinds[1:] == (...,):
-        items = [] if items == [""] and kinds[0] is not int else items
-        kinds = kinds[:1] * len(items)
-    if len(items) != len(kinds):
-        raise ValueError(f"expected {len(kinds)} values, found {len(items)}")
-    return tuple(convert(item, kind) for item, kind in zip(items, kinds, strict=True))
 
 
 def _names(row: type) -> str:
@@ -167,13 +190,6 @@ class FieldRow:
         return f"{{{', '.join(f'{name}: {value}' for name, value in rest.items())}}}"
 
 
-def _choice(text: str, choices: tuple[Any, ...]) -> Any:
-    by_text = {str(choice): choice for choice in choices}
-    if text in by_text:
-        return by_text[text]
-    raise ValueError(f"expected one of {', '.join(by_text)}, found {text!r}{did_you_mean(text.lower(), by_text)}")
-
-
 def not_unicode(text: str) -> bool:
     """Returns whether a text has halves of surrogate pairs, as bytes of the command line that are not UTF-8 become."""
     return any("\ud800" <= character <= "\udfff" for character in text)
@@ -183,30 +199,6 @@ def _text(text: str) -> str:
     if not_unicode(text):
         raise ValueError(f"expected text in UTF-8, found {text!a}")
     return text
-
-
-def _bool(text: str) -> bool:
-    if text.lower() in TRUE:
-        return True
-    if text.lower() in FALSE:
-        return False
-    raise ValueError(f"expected true or false, found {text!r}")
-
-
-def _number(text: str, kind: type | types.UnionType) -> int | float:
-    if len(text) > LONGEST_NUMBER:
-        raise ValueError(f"expected {words(kind)}, found {len(text):,} characters")
-    try:
-        return int(text) if kind is int else _finite(float(text))
-    except ValueError:
-        pass
-    try:
-        value = _finite(float(text))
-    except ValueError:
-        raise ValueError(f"expected {words(kind)}, found {text!r}") from None
-    if not value.is_integer():
-        raise ValueError(f"expected a whole number, found {text!r}")
-    return int(value)
 
 
 def _finite(value: float) -> float:

@@ -81,20 +81,15 @@ def parse(text: str, name: str) -> tuple[list[Setting], list[str]]:
         return settings, problems
     if not isinstance(root, yaml.MappingNode):
         return settings, [f"{name}:{root.start_mark.line + 1}: a job file is a mapping of sections, such as `train:`"]
-    was_set = _taken_out(root, SET_FIELDS)
+    found = next(((key, value) for key, value in root.value if key.value == SET_FIELDS), None)
+    if found is not None:
+        root.value.remove(found)
+    was_set = found[1] if found else None
     _walk(root, "", name, settings, problems)
     if was_set is not None:
         named = set(_texts(was_set)) if isinstance(was_set, yaml.SequenceNode) else set()
         settings = [each if each.path in named else replace(each, resolved=True) for each in settings]
     return settings, problems
-
-
-def _taken_out(root: yaml.MappingNode, name: str) -> yaml.Node | None:
-    """Removes a key of the first level, and returns its value; None if it is not there."""
-    found = next(((key, value) for key, value in root.value if key.value == name), None)
-    if found is not None:
-        root.value.remove(found)
-    return found[1] if found else None
 
 
 def _walk(node: yaml.MappingNode, prefix: str, name: str, settings: list[Setting], problems: list[str]) -> None:

@@ -19,18 +19,7 @@ from phalanx.config.layout import Layout
 from phalanx.config.model import ModelConfig
 from phalanx.cost.exposed import larger
 from phalanx.cost.spec import StepSpec
-from phalanx.partition.derived import (
-    Mode,
-    even,
-    gathers_parameters,
-    is_file,
-    is_offloaded,
-    modes,
-    offloaded_layers,
-    schedule_of,
-    written,
-    written_stages,
-)
+from phalanx.partition import derived
 from phalanx.partition.tensor_slices import head_tiles, is_tiled
 from phalanx.schedule import catalogue
 from phalanx.schedule.schedule import Schedule
@@ -129,13 +118,13 @@ class LayerKind(NamedTuple):
     """A kind of block with its recomputation."""
 
     block: BlockKind
-    recompute: Mode
+    recompute: derived.Mode
 
 
 @lru_cache(maxsize=4096)
 def layer_kinds(model: ModelConfig, recomputes: str) -> tuple[LayerKind, ...]:
     """Returns the kind of every layer; `recomputes` is the layout's (partition.recompute.written)."""
-    every = modes(recomputes, model.n_layers)
+    every = derived.modes(recomputes, model.n_layers)
     return tuple(LayerKind(kind, mode) for kind, mode in zip(block_kinds(model), every, strict=True))
 
 
@@ -195,7 +184,7 @@ class ParameterCounts:
     def sent(self, layout: Layout, number: str) -> tuple[int, int]:
         """Returns the numbers, dense and of experts, in messages of parameters or gradients: ZeRO-3 gathers also what
         training leaves as it is."""
-        if number == "parameter" and gathers_parameters(layout):
+        if number == "parameter" and derived.gathers_parameters(layout):
             return self.dense, self.experts
         return self.trained_dense, self.trained_experts
 
@@ -277,7 +266,7 @@ def flights(layout: Layout, micro_batches: int) -> tuple[Flight, ...]:
     if layout.pp == 1:
         return (Flight((0,), ((1.0,),), 1),)
     name = layout.schedule
-    if is_file(name):
+    if derived.is_file(name):
         return _flights(name, layout.pp, 0, 0, 0)
     entry = catalogue.entry_of(name)
     # Longer programs repeat themselves: no more are in flight. What `later` lacks then is not asked for: while the most
@@ -330,7 +319,7 @@ def _covers(one: Flight, other: Flight) -> bool:
 
 @lru_cache(maxsize=4096)
 def _flights(name: str, pp: int, micro_batches: int, chunks: int, slices: int) -> tuple[Flight, ...]:
-    schedule = schedule_of(Layout(schedule=name, pp=pp, pp_chunks=chunks, pp_slices=slices), micro_batches)
+    schedule = derived.schedule_of(Layout(schedule=name, pp=pp, pp_chunks=chunks, pp_slices=slices), micro_batches)
     return tuple(_flight(schedule, rank) for rank in range(schedule.ranks))
 
 
@@ -451,9 +440,9 @@ def content_of(spec: StepSpec, stages: Sequence[range], held: Sequence[int]) -> 
 
 def _options(layout: Layout, stages: Sequence[range]) -> tuple[str, tuple[range, ...]]:
     """Returns recomputation as the layout states it, and the layers of each stage whose activations it offloads."""
-    if not is_offloaded(layout, "activations"):
-        return written(layout), (range(0),) * len(stages)
-    return written(layout), tuple(offloaded_layers(layout, stage) for stage in stages)
+    if not derived.is_offloaded(layout, "activations"):
+        return derived.written(layout), (range(0),) * len(stages)
+    return derived.written(layout), tuple(derived.offloaded_layers(layout, stage) for stage in stages)
 
 
 @lru_cache(10_000)
@@ -490,4 +479,4 @@ def stages_of_case(spec: StepSpec, stages: int) -> tuple[range, ...]:
 
 @lru_cache(1024)
 def _cut(text: str, stages: int, layers: int, together: int) -> tuple[range, ...]:
-    return written_stages(text, stages, layers, together) if text else even(layers, stages, together)
+    return derived.written_stages(text, stages, layers, together) if text else derived.even(layers, stages, together)

@@ -14,26 +14,74 @@ from phalanx.blocks.parameters import weight_of
 from phalanx.blocks.residual import embedding, head, layer_projection
 from phalanx.config.cluster import Accelerator
 from phalanx.cost.communication import NO_MESSAGES, MessageSeconds, collectives, messages_seconds, place
-from phalanx.cost.experts import exposed_share, launch_seconds, repeated_seconds
 from phalanx.cost.exposed import added, block_state, pass_seconds
-from phalanx.cost.held import (
-    Content,
-    ParameterCounts,
-    block_parameters,
-    parameter_counts,
-    table,
-)
-from phalanx.cost.kernels import Seconds, operator_seconds
-from phalanx.cost.spec import StepSpec
-from phalanx.cost.step_state import (
-    exposed_swaps,
-    fetch_seconds,
-    interference,
-    state_seconds,
-    summing_seconds,
-)
+from phalanx.cost.held import Content, ParameterCounts, block_parameters, parameter_counts, table
+from phalanx.cost.kernels import HOST_BACKWARD, Seconds, operator_seconds
+from phalanx.cost.spec import Graphs, StepSpec
+from phalanx.cost.step_state import exposed_swaps, fetch_seconds, interference, state_seconds, summing_seconds
 from phalanx.partition.derived import Mode, gathers_parameters, uniform_recompute
 from phalanx.partition.tensor_slices import head_tiles, is_tiled
+
+GRAPHED: dict[Graphs, float] = {
+    "none": 0.0,
+    "router": 0.15,
+    "attention": 0.35,
+    "attention and router": 0.5,
+    "layers": 1.0,
+    "iteration": 1.0,
+}
+"""Share of the host's time for a block with experts that CUDA graphs save: that of the modules they hold."""
+PLAIN_DISPATCH, TWO_STREAMS = 1.1, 1.2
+"""The host's time for a block with experts over that with DeepEP or HybridEP and without overlap: if it reads from the
+device how many rows each rank gets, and sorts them in kernels of their own (NCCL's all-to-all); and if it switches
+between two micro-batches on two streams."""
+REPEATED: dict[str, tuple[str, ...]] = {
+    "mla_up_proj": ("wq_b", "wkv_b", "q_norm", "kv_norm"),
+    "layernorm": ("attn_norm", "mlp_norm"),
+    "core_attn": ("attention",),
+    "moe_act": ("experts.activation",),
+    "moe": ("router", "dispatch", "experts.up", "experts.activation", "experts.down", "combine"),
+    "mlp": (),
+}
+"""Modules of Megatron Core's selective recomputation (recompute_modules), and their operators of a block with experts;
+mlp are the dense blocks' own."""
+
+
+def launch_seconds(spec: StepSpec) -> tuple[float, float] | None:
+    """Returns the seconds in which the host launches both passes of a block with experts; None: as its kernels. With a
+    capacity there are no sizes to read."""
+    framework, reads = spec.framework, not (spec.framework.ep_once or spec.model.moe.capacity)
+    if not framework.moe_host_ms:
+        return None
+    host = framework.moe_host_ms * 1e-3 * (1 - GRAPHED[framework.graphs])
+    host *= (PLAIN_DISPATCH if reads else 1) * (TWO_STREAMS if framework.ep_overlaps else 1)
+    forward = host / (1 + HOST_BACKWARD)
+    return forward, host - forward
+
+
+def repeated_seconds(spec: StepSpec, kind: BlockKind) -> tuple[float, float]:
+    """Returns the seconds of computation and of messages that recomputed modules repeat in a block's backward pass."""
+    framework, layout, here = spec.framework, spec.layout, place(spec)
+    names = {name for module in framework.memory_profile.repeats for name in REPEATED[module]}
+    again = [operator for half in HALVES for operator in half_block(here, kind, half) if operator.name in names]
+    if not again:
+        return 0.0, 0.0
+    slowdown = framework.block_slowdown(kind)
+    device, tp, ep = spec.cluster.accelerator, layout.tp, layout.ep_shard
+    seconds = operator_seconds(device, again, framework, spec.products, tp, ep, slowdown=slowdown)
+    return seconds.forward, messages_seconds(spec, here, again)[0].get("ep", NO_MESSAGES).forward
+
+
+def exposed_share(spec: StepSpec, traffic: float, computation: float) -> float:
+    """Returns the share of `traffic` seconds to and from experts that `computation` seconds of another micro-batch do
+    not hide. The first micro-batch has none before it, the last none after it, and the dispatcher's cores are busy."""
+    framework = spec.framework
+    if not framework.ep_overlaps or not traffic:
+        return 1.0
+    beside = added(traffic, computation, framework.ep_cores / spec.cluster.accelerator.cores)
+    alone = 1 / spec.batch.accumulation
+    return alone + (1 - alone) * beside / traffic
+
 
 HOST_OPS = {"tp": 35, "sp": 110, "ring": 80, "ulysses": 45, "ep": 35, "shard": 90}
 """Operations of the host around a block's collectives in a forward pass, by their cause (ring: per message, with the

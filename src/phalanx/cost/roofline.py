@@ -13,16 +13,8 @@ from typing import Literal
 from phalanx.blocks.kinds import BlockKind, block, block_kinds
 from phalanx.blocks.operator import Operator, Place
 from phalanx.config.cluster import Accelerator
+from phalanx.cost import kernels
 from phalanx.cost.communication import messages_seconds, place
-from phalanx.cost.kernels import (
-    BEST_INNER,
-    FILLING,
-    STREAM_EFFICIENCY,
-    number_format,
-    operator_seconds,
-    peak_flops,
-    rate,
-)
 from phalanx.cost.spec import StepSpec
 
 Bound = Literal["compute", "memory", "launch"]
@@ -78,14 +70,14 @@ class OperatorPoint:
 
 def data_sheet(device: Accelerator, products: str) -> Roof:
     """Returns the roof of the data sheet: of an H100 in bf16 989 TFLOP/s and 3.35 TB/s, which meet at 295 FLOP/byte."""
-    return Roof(peak_flops(device, products), device.bandwidth_gbs * 1e9)
+    return Roof(kernels.peak_flops(device, products), device.bandwidth_gbs * 1e9)
 
 
 def reached(device: Accelerator, products: str, slowdown: float = 1.0) -> Roof:
     """Returns the roof that a framework attains with kernels `slowdown` times as slow as alone: that of a product with
     an infinite inner dimension, and of streaming kernels."""
-    peak = rate(device, products) * (1 + FILLING / BEST_INNER)
-    return Roof(peak / slowdown, device.bandwidth_gbs * 1e9 * STREAM_EFFICIENCY / slowdown)
+    peak = kernels.rate(device, products) * (1 + kernels.FILLING / kernels.BEST_INNER)
+    return Roof(peak / slowdown, device.bandwidth_gbs * 1e9 * kernels.STREAM_EFFICIENCY / slowdown)
 
 
 def block_slowdown(spec: StepSpec) -> float:
@@ -105,7 +97,7 @@ def points(spec: StepSpec) -> tuple[OperatorPoint, ...]:
         alone = replace(operator, memory_bound=(), saved=(), messages=())
         waits = _waits(spec, here, operator)
         if product := operator.product(spec.layout.tp, spec.layout.ep_shard):
-            narrow = number_format(product, spec.products, spec.framework)
+            narrow = kernels.number_format(product, spec.products, spec.framework)
             products.append(_point(spec, operator.name, alone, product.flops, narrow, waits))
         elif operator.core and len(windows) > 1:
             for window in windows:
@@ -147,12 +139,12 @@ def _point(
     device = spec.cluster.accelerator
 
     def seconds(on: Accelerator) -> float:
-        return operator_seconds(
+        return kernels.operator_seconds(
             on, [operator], spec.framework, spec.products, spec.layout.tp, spec.layout.ep_shard
         ).forward
 
     free = {"ceiling": inf, "fp8_ceiling": inf}
-    bandwidth = device.bandwidth_gbs * 1e9 * STREAM_EFFICIENCY
+    bandwidth = device.bandwidth_gbs * 1e9 * kernels.STREAM_EFFICIENCY
     moved = seconds(replace(device, launch_us=0, **free)) * bandwidth
     limits: dict[Bound, float] = {
         "compute": seconds(replace(device, bandwidth_gbs=inf, launch_us=0)),

@@ -25,16 +25,7 @@ from phalanx.cost.rank_memory import StepParts
 from phalanx.cost.spec import Framework, StepSpec
 from phalanx.errors import JobError
 from phalanx.optimizers.catalogue import OptimizerCosts, entry_of, optimizer_costs, own_width
-from phalanx.partition.derived import (
-    BUFFER_BYTES,
-    figures,
-    gathers_parameters,
-    is_copied,
-    is_offloaded,
-    stashes,
-    tier_of,
-    wire_width,
-)
+from phalanx.partition import derived
 
 PARTS = 16
 """Parts in which parameters are updated and go up, of a large model: the last one's copy is not hidden."""
@@ -42,7 +33,7 @@ PARTS = 16
 
 def require_host(cluster: Cluster, layout: Layout) -> None:
     """Raises JobError if a layout offloads and a figure of the host that its prediction needs is not known."""
-    missing = [name for name in figures(layout) if not getattr(cluster.host, name)]
+    missing = [name for name in derived.figures(layout) if not getattr(cluster.host, name)]
     if missing:
         fields = " and ".join(f"cluster.host.{name}" for name in missing)
         part = "the disks of the devices' host" if missing == ["disk_gbs"] else "the devices' host"
@@ -113,12 +104,12 @@ def host_work(
     """
     rate = spec.cluster.host.link_gbs * 1e9
     down, up = (updated * width / rate for width in widths)
-    if is_offloaded(spec.layout, "parameters"):
+    if derived.is_offloaded(spec.layout, "parameters"):
         up = 0.0  # they go up when they are gathered
     files = 0.0
-    if tier_of(spec.layout, "optimizer") == "disk":
+    if derived.tier_of(spec.layout, "optimizer") == "disk":
         files = 2 * updated * state / (spec.cluster.host.disk_gbs * 1e9)
-    parts = max(1, ceil(updated * state / BUFFER_BYTES))
+    parts = max(1, ceil(updated * state / derived.BUFFER_BYTES))
     return HostWork(down, update, up, backward, max(2, spec.model.n_layers // spec.layout.pp), files, parts)
 
 
@@ -186,7 +177,7 @@ class StateSeconds:
 def state_seconds(spec: StepSpec, held: ParameterCounts, parts: int = 1) -> StateSeconds:
     """Returns the seconds of gathering and reducing the state of the parameters, in `parts` messages."""
     layout = spec.layout
-    if spec.framework.broadcasts and not gathers_parameters(layout):
+    if spec.framework.broadcasts and not derived.gathers_parameters(layout):
         return _owned_seconds(spec, held, parts)
     widths = wire_widths(layout, spec.framework, spec.products, spec.width, spec.model)
     device = spec.cluster.accelerator
@@ -215,7 +206,7 @@ def state_seconds(spec: StepSpec, held: ParameterCounts, parts: int = 1) -> Stat
 
 def sums_late(layout: Layout) -> bool:
     """Returns whether replicas sum their gradients after the backward pass."""
-    return layout.compression != "none" and (layout.shard_ranks > 1 or gathers_parameters(layout))
+    return layout.compression != "none" and (layout.shard_ranks > 1 or derived.gathers_parameters(layout))
 
 
 def _owned_seconds(spec: StepSpec, held: ParameterCounts, parts: int) -> StateSeconds:
@@ -241,7 +232,7 @@ def _owned_seconds(spec: StepSpec, held: ParameterCounts, parts: int) -> StateSe
 def fetch_seconds(spec: StepSpec, dense: float, experts: float) -> float:
     """Returns the seconds of copying this rank's share of some parameters from the host; 0 if they are on the
     device."""
-    if not is_offloaded(spec.layout, "parameters"):
+    if not derived.is_offloaded(spec.layout, "parameters"):
         return 0.0
     share = dense / spec.layout.shard_ranks + experts / group(spec.layout, "edp").ranks
     return share * spec.width / (spec.cluster.host.link_gbs * 1e9)
@@ -256,7 +247,7 @@ def groups(layout: Layout, *, experts: bool = False) -> dict[str, RankGroup]:
 
 def near_of(layout: Layout, among: Mapping[str, RankGroup]) -> int:
     """Returns how many of these ranks keep a second copy together; 0 without one."""
-    return among["near"].ranks if is_copied(layout) else 0
+    return among["near"].ranks if derived.is_copied(layout) else 0
 
 
 def state_widths(framework: Framework, products: str, width: int) -> dict[str, int]:
@@ -274,8 +265,8 @@ def wire_widths(
     gradient = widths["gradient"]
     sent = 1.0 if layout.compression == "none" else compressed(model, layout, gradient).sent
     return {
-        "gathered": wire_width(layout.quantise_weights, widths["parameter"]),
-        "reduced": wire_width(layout.quantise_gradients, gradient),
+        "gathered": derived.wire_width(layout.quantise_weights, widths["parameter"]),
+        "reduced": derived.wire_width(layout.quantise_gradients, gradient),
         "summed": gradient * sent,
     }
 
@@ -290,7 +281,7 @@ def conversion_seconds(device: Accelerator, layout: Layout) -> dict[str, float]:
         found["regather"] = found["gather"]
     if layout.quantise_gradients != "none":
         # Half of it with each of two messages inside and across nodes, the second of which is short.
-        hops = 2 if is_copied(layout) else 1
+        hops = 2 if derived.is_copied(layout) else 1
         found["reduce"] = stream_seconds(device, ENCODED_BYTES + DECODED_BYTES, 0) / hops
     if layout.compression != "none" and layout.summed_replicas > 1:
         moved = LOW_RANK_BYTES
@@ -340,7 +331,7 @@ def optimizer_seconds(spec: StepSpec, held: ParameterCounts, content: Content) -
     clipped = updated if layout.zero > 1 and layout.shard_ranks > 1 else held.trained
     clips = clip_bytes(spec.framework, spec.width)
     seconds = update_seconds(spec.cluster, layout, costs_of(spec), updated, clipped, clips)
-    return (seconds + matrix_seconds(spec, content)) * (spec.batch.accumulation if stashes(layout) else 1)
+    return (seconds + matrix_seconds(spec, content)) * (spec.batch.accumulation if derived.stashes(layout) else 1)
 
 
 def updated_parameters(spec: StepSpec, held: ParameterCounts) -> float:
@@ -351,7 +342,7 @@ def updated_parameters(spec: StepSpec, held: ParameterCounts) -> float:
 def offloaded_work(spec: StepSpec, held: ParameterCounts, backward: float, update: float) -> HostWork | None:
     """Returns the host's part of a step: gradients that come down beside the last micro-batch's `backward` pass, the
     `update`, and parameters that go up beside it; None without an offloaded optimizer. All times are in seconds."""
-    if not is_offloaded(spec.layout, "optimizer"):
+    if not derived.is_offloaded(spec.layout, "optimizer"):
         return None
     widths = spec.framework.memory_profile.gradient_bytes or spec.width, spec.width
     stored = spec.framework.memory_profile.parameter_bytes or spec.width
@@ -378,7 +369,7 @@ def update_seconds(
     """Returns the seconds of updating `updated` parameters, and of clipping `clipped` gradients of `clips` bytes each:
     numbers or arrays. An offloaded optimizer clips what it updates."""
     device = cluster.accelerator
-    if is_offloaded(layout, "optimizer"):
+    if derived.is_offloaded(layout, "optimizer"):
         return host_update_seconds(cluster.host, costs, updated, updated * clips)
     moved = costs.moved_on_cpu if cluster.device == "cpu" else costs.moved
     moving = stream_seconds(device, updated * moved + clipped * clips, 10)

@@ -29,21 +29,7 @@ from phalanx.cost.held import LayerKind, kinds_of
 from phalanx.cost.traffic_parameters import HeldParameter, LayerRun, RankPasses, held_parameters, pipeline_work
 from phalanx.optimizers.catalogue import granularity_of
 from phalanx.optimizers.entry import Granularity, is_hidden_matrix, matrix_elements
-from phalanx.partition.derived import (
-    PARAMETER_BYTES,
-    Batch,
-    Format,
-    bucket_bytes,
-    codes_of,
-    has_factors,
-    is_copied,
-    near_ranks,
-    sent_as,
-    shard_axis,
-    shards_parameters,
-    wire_bytes,
-    written,
-)
+from phalanx.partition import derived
 from phalanx.partition.matrices import Piece, ShardRanges, SharedMatrix, granular_cut, rounds, sent_elements
 from phalanx.partition.tensor_slices import PUSH_BYTES, REPLY_BYTES, STOP_MESSAGE_BYTES, cp_coordinates, in_buckets
 
@@ -155,25 +141,20 @@ def matrix_traffic(
             copies = each.held.copies if each.held.cut and tp > 1 else 0
             groups.setdefault((each.axis, each.ranks, each.rank, copies), []).append(each)
     for (axis, ranks, rank, copies), group in groups.items():
-        matrices, between = _shared(group, model), (tp, tp_rank, copies) if copies else (1, 0, 1)
+        pieces: dict[tuple[int, str, int], list[Piece]] = {}
+        for layer, held, *_, ranges in group:
+            size = matrix_elements(held.name, held.shape, held.shape)
+            for number, start in enumerate(range(0, ranges.elements, size)):
+                pieces.setdefault((layer, held.name, number), []).append(Piece(ranges, start, start + size))
+        shared = []
+        for (_, name, _), parts in pieces.items():
+            rows, columns = weight_of(model, name).shape[-2:]
+            shared.append(SharedMatrix((rows, columns), tuple(parts)))
+        matrices, between = shared, (tp, tp_rank, copies) if copies else (1, 0, 1)
         for owners in rounds(matrices, ranks, between[0]):
             sent = sent_elements(matrices, owners, rank, *between)
             table.note(axis, "all_to_all", sent.shards * width)
             table.note("tp", "all_to_all", sent.tp * width)
-
-
-def _shared(group: Iterable[Instance], model: ModelConfig) -> list[SharedMatrix]:
-    """Returns the matrices of some parameters; tiles of one matrix are its pieces."""
-    pieces: dict[tuple[int, str, int], list[Piece]] = {}
-    for layer, held, *_, ranges in group:
-        size = matrix_elements(held.name, held.shape, held.shape)
-        for number, start in enumerate(range(0, ranges.elements, size)):
-            pieces.setdefault((layer, held.name, number), []).append(Piece(ranges, start, start + size))
-    shared = []
-    for (_, name, _), parts in pieces.items():
-        rows, columns = weight_of(model, name).shape[-2:]
-        shared.append(SharedMatrix((rows, columns), tuple(parts)))
-    return shared
 
 
 @dataclass(frozen=True)
@@ -212,7 +193,7 @@ class Spread:
         unit: int = 16,
     ) -> Spread:
         """Returns the spread of a rank of all of the layout's; `precision` and `gradients` are `train`'s."""
-        width = PARAMETER_BYTES[precision]
+        width = derived.PARAMETER_BYTES[precision]
         # Half precisions have fp32 master weights.
         widths = width, 4 if gradients == "fp32" else width, max(width, 4)
         place = rank // layout.tp % layout.shard_ranks, rank % layout.tp
@@ -222,7 +203,7 @@ class Spread:
     @property
     def shard(self) -> tuple[str, int]:
         """The axis that shards state, and its number of ranks."""
-        return shard_axis(self.layout), self.layout.shard_ranks
+        return derived.shard_axis(self.layout), self.layout.shard_ranks
 
     @property
     def replicas(self) -> int:
@@ -237,14 +218,14 @@ class Spread:
 
     def near(self, axis: str) -> int:
         """Returns the number of ranks of an axis that keep a second copy of its parameters together; 0 without one."""
-        return near_ranks(self.layout, experts=axis == "edp") if is_copied(self.layout) else 0
+        return derived.near_ranks(self.layout, experts=axis == "edp") if derived.is_copied(self.layout) else 0
 
 
 def state_traffic(runs: Sequence[LayerRun], spread: Spread, work: RankPasses, model: ModelConfig) -> Table:
     """Returns the bytes that a rank with `runs` sends in one step for all of its state."""
     table, layout = Table(), spread.layout
     instances: list[Instance] = []
-    if shards_parameters(layout):
+    if derived.shards_parameters(layout):
         updated, width = _fsdp(table, runs, spread, work, model), spread.width
         if spread.granularity == "matrix":
             instances = [_by_rows(layer, parameter, spread) for layer, parameter in instances_of(runs)]
@@ -307,7 +288,7 @@ def _fsdp(
                 often |= {"sum": run.times} if layout.compression == "none" else {}
             gathered = parameter.sent_as(model, layout.quantise_weights, spread.unit)
             columns = parameter.shape[-1] if gathered == "fp8" else 0
-            formats = gathered, sent_as(parameter.shape, layout.quantise_gradients)
+            formats = gathered, derived.sent_as(parameter.shape, layout.quantise_gradients)
             _send(table, spread, axis, ranges.each, ranks, formats, columns, **often)
             if parameter.frozen:
                 continue
@@ -318,7 +299,7 @@ def _fsdp(
             (held, held.ranges(over[1]).held(over[2]))
             for held, over in zip(trained, map(spread.over, trained), strict=True)
         ]
-        least = bucket_bytes(layout) / spread.gradient_width
+        least = derived.bucket_bytes(layout) / spread.gradient_width
         for bucket in _filled(tuple(elements for _, elements in own), least):
             _compressed(table, spread, [own[n] for n in bucket])
     return updated
@@ -332,11 +313,11 @@ def _compressed(table: Table, spread: Spread, own: Sequence[tuple[HeldParameter,
         rows, columns = elements // held.shape[-1], held.shape[-1]
         if len(held.shape) > 1 and layout.compression != "powersgd":
             codes += elements
-        elif len(held.shape) > 1 and has_factors(rows, columns, layout.compression_rank, width):
+        elif len(held.shape) > 1 and derived.has_factors(rows, columns, layout.compression_rank, width):
             factors += (rows + columns) * layout.compression_rank
         else:
             plain += elements
-    each = ranks * wire_bytes(-(-codes // ranks), codes_of(layout), width) if codes else 0
+    each = ranks * derived.wire_bytes(-(-codes // ranks), derived.codes_of(layout), width) if codes else 0
     for collective in ("all_to_all", "all_gather"):
         table.add("dp_replicate", collective, each, ranks)
     table.add("dp_replicate", "all_reduce", plain * width + factors * max(4, width), ranks)
@@ -396,7 +377,7 @@ def _buckets(table: Table, runs: Sequence[LayerRun], spread: Spread, work: RankP
         axis, ranks, rank = over
         each_pass = spread.layout.accumulate == "sharded" and len(users) == 1 and ranks > 1
         reductions = work.passes[users[0]].ends if each_pass else 1
-        least = bucket_bytes(spread.layout) / spread.width
+        least = derived.bucket_bytes(spread.layout) / spread.width
         sizes = tuple(every[number][1].size for number in numbers)
         for bucket in _filled(sizes, least):
             here = [numbers[n] for n in bucket]
@@ -420,7 +401,7 @@ def _send(
     axis: str,
     share: int,
     ranks: int,
-    formats: tuple[Format, Format] = ("none", "none"),
+    formats: tuple[derived.Format, derived.Format] = ("none", "none"),
     columns: int = 0,
     **often: int,
 ) -> None:
@@ -436,8 +417,8 @@ def _send(
     }
     for message in state_messages(
         ranks,
-        gathered=wire_bytes(share, formats[0], spread.width, columns),
-        reduced=wire_bytes(share, formats[1], spread.gradient_width),
+        gathered=derived.wire_bytes(share, formats[0], spread.width, columns),
+        reduced=derived.wire_bytes(share, formats[1], spread.gradient_width),
         summed=share * spread.gradient_width,
         near=near,
         coded=spread.layout.quantise_gradients != "none",
@@ -476,7 +457,7 @@ TICKET = 8
 def step_traffic(
     model: ModelConfig,
     layout: Layout,
-    batch: Batch,
+    batch: derived.Batch,
     *,
     precision: str = "fp32",
     gradients: str = "same",
@@ -521,7 +502,7 @@ def step_traffic(
         model,
         layout,
         batch.micro_batch,
-        width=PARAMETER_BYTES[precision],
+        width=derived.PARAMETER_BYTES[precision],
         slices=plan.slices,
         ring_rank=ring_rank,
         conversations=conversations,
@@ -529,7 +510,7 @@ def step_traffic(
     last, passed, routed = len(plan.cut) - 1, Table(), Counter[LayerKind]()
     for stage, passes in work.passes.items():
         here = around_traffic(place, first=stage == 0, last=stage == last)
-        for kind, number in kinds_of(model, written(layout), plan.cut[stage]):
+        for kind, number in kinds_of(model, derived.written(layout), plan.cut[stage]):
             here.take(block_traffic(place, *kind), number)
             if not kind.block.routed:
                 continue
@@ -555,5 +536,5 @@ def _status(table: Table, layout: Layout, size: int, share: float) -> None:
         table.add("world", "all_reduce", size, layout.world)
         return
     summed = "dp_replicate", layout.summed_replicas
-    for axis, ranks in (("tp", layout.tp), (shard_axis(layout), layout.shard_ranks), summed, ("pp", layout.pp)):
+    for axis, ranks in (("tp", layout.tp), (derived.shard_axis(layout), layout.shard_ranks), summed, ("pp", layout.pp)):
         table.add(axis, "all_reduce", size, ranks, share)

@@ -27,23 +27,9 @@ import numpy as np
 from phalanx.bounded import parse_json, read_bytes
 from phalanx.config.corpora import CORPORA
 from phalanx.config.job import Data
+from phalanx.data import formats
 from phalanx.data.files import SPLITS, TOKEN_SHARD_TOKENS, write_atomic
-from phalanx.data.formats import (
-    ROW_SUFFIXES,
-    compression_of,
-    form_of,
-    missing,
-    not_utf8,
-    numbered_lines,
-    open_data,
-    pair_of,
-    read_some,
-    records,
-    records_inside,
-    refuse_one_object,
-    rows_in_text,
-    suffix_of,
-)
+from phalanx.data.formats import not_utf8, records_inside
 from phalanx.errors import DataError, ExtensionError, NotFoundError
 
 URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
@@ -264,20 +250,20 @@ def shakespeare_files(data: Data) -> list[Path]:
 def text_description(data: Data) -> str:
     """Returns the description of a corpus in files: the path, and how a single file is compressed."""
     path = Path(data.path).expanduser()
-    compressed = compression_of(path) if os.path.isfile(path) else ""
+    compressed = formats.compression_of(path) if os.path.isfile(path) else ""
     return f"{data.path} (compressed with {compressed})" if compressed else data.path
 
 
 def text_files(data: Data) -> list[Path]:
     """Returns the files of corpus text: data.path, or those in it that are text. Raises DataError if there are none."""
-    if pair := pair_of(data.path):
+    if pair := formats.pair_of(data.path):
         return [*pair]
     path = Path(data.path).expanduser()
     if os.path.isfile(path):  # unlike Path.is_file also for a name that is too long for a file
         return [path]
     if not os.path.isdir(path):
-        raise missing(path, "text")
-    chosen = TEXT_SUFFIXES | (ROW_SUFFIXES - {".json"})  # beside a text, .json is usually a setting
+        raise formats.missing(path, "text")
+    chosen = TEXT_SUFFIXES | (formats.ROW_SUFFIXES - {".json"})  # beside a text, .json is usually a setting
     return in_order(chosen_files(path, chosen, "is text"), path)
 
 
@@ -288,10 +274,10 @@ def chosen_files(folder: Path, suffixes: Collection[str], what: str, left_out: C
     if not found:
         known = " ".join(sorted(suffixes))
         raise NotFoundError(f"data.path={folder}: the folder has no files; it needs files that end in {known}")
-    files = [file for file in found if suffix_of(file) in suffixes]
+    files = [file for file in found if formats.suffix_of(file) in suffixes]
     for file in found:
-        if suffix_of(file) not in suffixes and {each.lower() for each in file.suffixes} & {*suffixes}:
-            form_of(file)  # says what it is, and how it is read
+        if formats.suffix_of(file) not in suffixes and {each.lower() for each in file.suffixes} & {*suffixes}:
+            formats.form_of(file)  # says what it is, and how it is read
     if not files:
         sets = [file for file in found if file.suffix == ".idx"]
         hint = f"; a Megatron data set is named by itself, such as {sets[0]}, several in data.mix" if sets else ""
@@ -306,7 +292,7 @@ def in_order(files: list[Path], folder: Path) -> list[Path]:
     splits: dict[str, Path] = {}
     for file in files:
         parts = file.relative_to(folder).parts
-        if suffix_of(file) not in ROW_SUFFIXES | {".txt"}:
+        if formats.suffix_of(file) not in formats.ROW_SUFFIXES | {".txt"}:
             continue
         by_folder = parts[0].lower() in SPLIT_NAMES
         name = parts[0].lower() if by_folder else re.split(r"[-.]", file.name.lower())[0]
@@ -337,9 +323,9 @@ def documents(files: Iterable[Path], data: Data) -> Iterator[Iterable[str]]:
 
 
 def _documents(file: Path, field: str) -> Iterator[Iterable[str]]:
-    form = form_of(file)
+    form = formats.form_of(file)
     if form == "text":
-        if suffix_of(file) in ("", ".txt", ".text") and (names := rows_in_text(file)):
+        if formats.suffix_of(file) in ("", ".txt", ".text") and (names := formats.rows_in_text(file)):
             raise DataError(
                 f"{file}: its lines are JSON objects (fields: {', '.join(map(repr, names[:NAMES_SHOWN]))}), which "
                 f"would be trained on as they stand: name it {file.stem}.jsonl to read a field "
@@ -348,11 +334,11 @@ def _documents(file: Path, field: str) -> Iterator[Iterable[str]]:
         yield _read_text(file)
         return
     if form == "lines":  # of a line only one field is used, so the rest of it is read leniently
-        refuse_one_object(file)
-        for number, line in numbered_lines(file):
+        formats.refuse_one_object(file)
+        for number, line in formats.numbered_lines(file):
             yield [_json_text(line, field, f"{file}:{number}")]
         return
-    for where, record in records(file, form):
+    for where, record in formats.records(file, form):
         if isinstance(record, ValueError):
             raise DataError(f"{where}: {record}")
         yield [_field_text(record, field, where)]
@@ -361,9 +347,9 @@ def _documents(file: Path, field: str) -> Iterator[Iterable[str]]:
 def _read_text(file: Path) -> Iterator[str]:
     decoder = codecs.getincrementaldecoder("utf-8")()
     line = 1
-    with open_data(file) as stream:
+    with formats.open_data(file) as stream:
         while True:
-            content = read_some(file, stream, READ_BYTES)
+            content = formats.read_some(file, stream, READ_BYTES)
             try:
                 text = decoder.decode(content, final=not content)
             except UnicodeDecodeError as error:

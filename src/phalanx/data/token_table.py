@@ -368,7 +368,14 @@ def definition_at(file: Path) -> str:
         if file.suffix == ".json":
             table = _tekken(json.loads(content))
         elif file.suffix == ".tiktoken" or _is_ranks(content):
-            table = _ranked(_tiktoken(content))
+            ranks = _tiktoken(content)
+            if len(ranks) not in _TIKTOKEN:
+                raise ValueError(
+                    f"the file of {len(ranks):,} ranks does not say how text is split, nor its special tokens (known: "
+                    f"{', '.join(f'{count:,}' for count in _TIKTOKEN)} ranks)"
+                )
+            pre, special = _TIKTOKEN[len(ranks)]
+            table = _table_of_ranks(ranks, special, {f"{_TABLE}pre": pre})
         else:
             table = _sentencepiece(content)
     except OSError as error:
@@ -462,16 +469,6 @@ def _tiktoken(content: bytes) -> dict[bytes, int]:
         return {base64.b64decode(token, validate=True): int(rank) for token, rank in pairs}
     except (ValueError, binascii.Error):
         raise ValueError("is no file of ranks of tiktoken") from None
-
-
-def _ranked(ranks: Mapping[bytes, int]) -> dict[str, Any]:
-    if len(ranks) not in _TIKTOKEN:
-        raise ValueError(
-            f"the file of {len(ranks):,} ranks does not say how text is split, nor its special tokens (known: "
-            f"{', '.join(f'{count:,}' for count in _TIKTOKEN)} ranks)"
-        )
-    pre, special = _TIKTOKEN[len(ranks)]
-    return _table_of_ranks(ranks, special, {f"{_TABLE}pre": pre})
 
 
 def _tekken(values: Mapping[str, Any]) -> dict[str, Any]:

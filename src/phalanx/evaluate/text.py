@@ -85,7 +85,11 @@ def batches(
     and predictions that an earlier window scored, have IGNORE as their target. With a `separator`, or the number of
     each token's document in `documents` (n,), micro-batches contain the documents (data.document_mask)."""
     if documents is None and separator:
-        documents = _documents(tokens, separator)
+        ends = np.ones(len(tokens), dtype=np.int64)
+        for back, token in enumerate(reversed(separator)):
+            matches = tokens == token
+            ends &= np.concatenate((np.zeros(min(back, len(tokens)), dtype=bool), matches[: len(tokens) - back]))
+        documents = ends.cumsum() - ends
     for first in range(0, len(found), ranks * micro_batch):
         own = list(islice(found, first + rank * micro_batch, first + (rank + 1) * micro_batch))
         inputs = np.zeros((micro_batch, context), dtype=np.int64)
@@ -102,15 +106,6 @@ def batches(
         ids = np.full(micro_batch, -1, dtype=np.int64)
         ids[: len(own)] = first + rank * micro_batch + np.arange(len(own))
         yield MicroBatch(inputs, targets, ids, numbers if documents is not None else None)
-
-
-def _documents(tokens: np.ndarray, separator: Sequence[int]) -> np.ndarray:
-    """Returns the document number of each token, (n,): a document ends with the last token of a separator."""
-    ends = np.ones(len(tokens), dtype=np.int64)
-    for back, token in enumerate(reversed(separator)):
-        matches = tokens == token
-        ends &= np.concatenate((np.zeros(min(back, len(tokens)), dtype=bool), matches[: len(tokens) - back]))
-    return ends.cumsum() - ends
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ A format is a table of names, a small module, and a line in `read.py`:
    follows from an expression is `Unresolved`. `finish(fields)` sets what a table cannot say, after the table has been
    applied: `fields.take("their_name", int, 1)` reads a value, `fields.set(path, value, names, how)` sets a field of the
    job, `fields.leave(name, why, affects=True)` lists one without a counterpart. It also sets `fields.framework`, one of
-   cost/frameworks.py. `written(theirs, layout)` is the inverse for names with a rule, for `write_back`; plain names of
+   cost/frameworks.yaml. `written(theirs, layout)` is the inverse for names with a rule, for `write_back`; plain ones of
    `layout.` fields are inverted by the table.
 3. Its `FORMAT` is added to `FORMATS` in read.py, its tests to tests/foreign/, its example to tests/fuzz/loaders.py.
 """

@@ -41,7 +41,13 @@ def finish(fields: Fields) -> None:
     version = fields.take(f"{_F}fsdp_version", int, 1)
     if version not in (1, 2):
         fields.unknown_value(f"{_F}fsdp_version", ("1", "2"))
-    _parallelism(fields, replicas=kind == "NO" or kind.startswith("MULTI_"))
+    replicas = kind == "NO" or kind.startswith("MULTI_")
+    fields.put("layout.dp_replicate", f"{_P}dp_replicate_size", 0)
+    shard = fields.take(f"{_P}dp_shard_size", int, 0)
+    if shard > 0 and not (replicas and shard == 1):
+        fields.set("layout.dp_shard", shard, f"{_P}dp_shard_size")
+    if (sp := fields.put("layout.cp", f"{_P}sp_size", 1)) > 1:
+        fields.set("layout.cp_ulysses", sp, f"{_P}sp_size", "Ulysses")
     if kind == "FSDP":
         set_fsdp(fields, _F, version)
     elif kind == "DEEPSPEED":
@@ -78,15 +84,6 @@ def _devices(fields: Fields) -> None:
         fields.set("cluster.devices_per_node", total // machines, ["num_processes", "num_machines"])
     if fields.on("use_cpu"):
         fields.set("cluster.device", "cpu", "use_cpu")
-
-
-def _parallelism(fields: Fields, *, replicas: bool) -> None:
-    fields.put("layout.dp_replicate", f"{_P}dp_replicate_size", 0)
-    shard = fields.take(f"{_P}dp_shard_size", int, 0)
-    if shard > 0 and not (replicas and shard == 1):
-        fields.set("layout.dp_shard", shard, f"{_P}dp_shard_size")
-    if (sp := fields.put("layout.cp", f"{_P}sp_size", 1)) > 1:
-        fields.set("layout.cp_ulysses", sp, f"{_P}sp_size", "Ulysses")
 
 
 def _deepspeed(fields: Fields) -> None:

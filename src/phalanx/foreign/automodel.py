@@ -5,25 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from phalanx.config import presets
-from phalanx.config.hugging_face import config_json
 from phalanx.config.layout import Layout
 from phalanx.errors import JobError
+from phalanx.foreign import shared
 from phalanx.foreign.frame import Fields, ForeignFormat, ForeignJob, Source, yaml_values
-from phalanx.foreign.shared import (
-    KEPT,
-    ONE_STAGE,
-    PIPELINES,
-    RECOMPUTES,
-    TORCH,
-    cut_of,
-    hub_model,
-    lora_targets,
-    number_of,
-    schedule_of,
-    torch_schedule,
-    unknown_model,
-    whole,
-)
 
 _D, _S, _C = "distributed.", "step_scheduler.", "model.config."
 _PATHS = ("pretrained_model_name_or_path", "name_or_path")
@@ -38,17 +23,35 @@ def recognises(source: Source) -> bool:
 def finish(fields: Fields) -> None:
     """Sets what depends on several names."""
     _model(fields)
-    _length(fields)
+    packed = fields.take("packed_sequence.packed_sequence_size", int, 0)
+    names = [name for name in ("dataset.seq_len", "dataset.seq_length") if fields.has(name)]
+    if packed > 0:
+        name = "packed_sequence.packed_sequence_size"
+        fields.set("model.seq_len", packed, name, "attention is priced to the whole sequence, not within samples")
+        fields.leave(names, "samples are packed", affects=False)
+    elif names:
+        fields.set("model.seq_len", fields.take(names[0], int, 1), names[0])
+    else:
+        fields.need("model.seq_len", "the length of a sample in tokens")
     _degrees(fields)
     _pipeline(fields)
     _precision(fields)
-    _optimizer(fields)
+    least = fields.take("lr_scheduler.min_lr", float, 0.0)
+    peak = fields.settings.get("optimizer.lr")
+    if peak and "lr_scheduler.min_lr" in fields.stated:
+        share = min(1.0, least / float(str(peak.text)))
+        fields.set("optimizer.min_lr_ratio", share, ["lr_scheduler.min_lr", "optimizer.lr"])
+    if "optimizer.schedule" not in fields.settings:
+        fields.set("optimizer.schedule", "constant", "lr_scheduler.lr_decay_style")
+    fields.leave(f"{_S}ckpt_every_steps", "a checkpoint is no part of a step", affects=False)
     if fields.has("peft.dim") or "peft.target_modules" in fields.stated:
         found, everything = fields.take("peft.target_modules", object, None), fields.on("peft.match_all_linear")
-        lora_targets(fields, "peft.target_modules", found, everything=everything)
+        shared.lora_targets(fields, "peft.target_modules", found, everything=everything)
 
 
 def _model(fields: Fields) -> None:
+    from phalanx.config.hugging_face import config_json
+
     several = ("model.pretrained_model_name_or_path", *(f"{_C}{each}" for each in _PATHS), "model.config")
     names = [name for name in several if name in fields.stated]
     shape = {n.removeprefix(_C): each.value for n, each in fields.stated.items() if n.startswith(_C)}
@@ -57,12 +60,12 @@ def _model(fields: Fields) -> None:
         try:
             described = config_json.read(shape)
         except JobError as error:
-            unknown_model(fields, f"{_C}architectures", f"no shape here: {error}")
+            shared.unknown_model(fields, f"{_C}architectures", f"no shape here: {error}")
         else:
             for path, _, ours in config_json.differing(presets.PRESETS["tiny"], described.model):
                 fields.set(f"model.{path}", ours, [f"{_C}{key}" for key in shape])
     elif names and isinstance(fields.stated[names[0]].value, str):
-        hub_model(fields, names[0], fields.take(names[0], str, ""))
+        shared.hub_model(fields, names[0], fields.take(names[0], str, ""))
         pairs = {"num_hidden_layers": "model.n_layers", "vocab_size": "model.vocab_size"}
         pairs |= {"index_topk": "model.sparse.top_k", "index_n_heads": "model.sparse.index_heads"}
         pairs |= {"index_head_dim": "model.sparse.index_head_dim"}
@@ -70,7 +73,7 @@ def _model(fields: Fields) -> None:
             if isinstance(shape.get(key), int):
                 fields.set(path, shape[key], f"{_C}{key}")
     elif "model._target_" in fields.stated:
-        unknown_model(fields, "model._target_", "the file names no model of the hub")
+        shared.unknown_model(fields, "model._target_", "the file names no model of the hub")
     left = (*names, *changed, f"{_C}trust_remote_code", f"{_C}use_cache")
     fields.leave(left, "the shape is that of the model", affects=False)
     fields.leave("model.num_nextn_predict_layers", "more than one token is predicted with model.mtp", affects=False)
@@ -83,24 +86,11 @@ def _model(fields: Fields) -> None:
     fields.leave("model.backend.attn", "attention in fused kernels is priced", affects=attention == "eager")
 
 
-def _length(fields: Fields) -> None:
-    packed = fields.take("packed_sequence.packed_sequence_size", int, 0)
-    names = [name for name in ("dataset.seq_len", "dataset.seq_length") if fields.has(name)]
-    if packed > 0:
-        name = "packed_sequence.packed_sequence_size"
-        fields.set("model.seq_len", packed, name, "attention is priced to the whole sequence, not within samples")
-        fields.leave(names, "samples are packed", affects=False)
-    elif names:
-        fields.set("model.seq_len", fields.take(names[0], int, 1), names[0])
-    else:
-        fields.need("model.seq_len", "the length of a sample in tokens")
-
-
 def _degrees(fields: Fields) -> None:
     strategy = fields.take(f"{_D}strategy", str, "fsdp2").lower()
     replicate, data = _whole(fields, f"{_D}dp_replicate_size", 1), _whole(fields, f"{_D}dp_size", 0)
-    tp = whole(fields, "layout.tp")
-    pp = whole(fields, "layout.pp")
+    tp = shared.whole(fields, "layout.tp")
+    pp = shared.whole(fields, "layout.pp")
     names = [f"{_D}dp_size", f"{_D}dp_replicate_size"]
     zero = fields.take(f"{_D}zero_dp_strategy", int, 3)
     if strategy == "ddp":
@@ -148,7 +138,7 @@ def _pipeline(fields: Fields) -> None:
     names = [*(f"{section}{n}" for n in ("pp_schedule", "pp_microbatch_size", "layers_per_stage")), rounds]
     local_name = f"{_S}local_batch_size"
     local = fields.take(local_name, int, 1)
-    pp = whole(fields, "layout.pp")
+    pp = shared.whole(fields, "layout.pp")
     if pp < 2:
         fields.set("layout.micro_batch", local, local_name)
         fields.leave(names, "there is no pipeline", affects=False)
@@ -158,16 +148,16 @@ def _pipeline(fields: Fields) -> None:
         fields.no_multiple(local_name, local, micro)
     how = f"{local // micro} of them pass the pipeline before it is empty" if local > micro else ""
     fields.set("layout.micro_batch", micro, [names[1], local_name], how)
-    word, layers = schedule_of(fields, names[0], "1f1b"), whole(fields, "model.n_layers", 0)
-    chunks = 1 if word in (*ONE_STAGE, "") else 2
+    word, layers = shared.schedule_of(fields, names[0], "1f1b"), shared.whole(fields, "model.n_layers", 0)
+    chunks = 1 if word in (*shared.ONE_STAGE, "") else 2
     if each and layers and chunks > 1:
         stages = -(-layers // each)
         stages += (-stages % pp) if rounds == "up" else -(stages % pp)
         chunks = max(1, stages // pp)
     if chunks > 1:
         fields.set("layout.pp_chunks", chunks, names[2:])
-    if layers >= pp * chunks and word in (*ONE_STAGE, "interleaved_1f1b", "looped_bfs"):
-        fields.set("layout.pp_cut", cut_of(layers, pp * chunks, 0, 0), names[2])
+    if layers >= pp * chunks and word in (*shared.ONE_STAGE, "interleaved_1f1b", "looped_bfs"):
+        fields.set("layout.pp_cut", shared.cut_of(layers, pp * chunks, 0, 0), names[2])
 
 
 def _precision(fields: Fields) -> None:
@@ -204,17 +194,6 @@ def _precision(fields: Fields) -> None:
         fields.leave("loss_fn._target_", "the loss of all logits", affects=False)
 
 
-def _optimizer(fields: Fields) -> None:
-    least = fields.take("lr_scheduler.min_lr", float, 0.0)
-    peak = fields.settings.get("optimizer.lr")
-    if peak and "lr_scheduler.min_lr" in fields.stated:
-        share = min(1.0, least / float(str(peak.text)))
-        fields.set("optimizer.min_lr_ratio", share, ["lr_scheduler.min_lr", "optimizer.lr"])
-    if "optimizer.schedule" not in fields.settings:
-        fields.set("optimizer.schedule", "constant", "lr_scheduler.lr_decay_style")
-    fields.leave(f"{_S}ckpt_every_steps", "a checkpoint is no part of a step", affects=False)
-
-
 def written(theirs: ForeignJob, layout: Layout) -> dict[str, Any]:
     """Returns the values that give a layout."""
     old = any(name.startswith("autopipeline.") for name in theirs.stated)
@@ -228,9 +207,9 @@ def written(theirs: ForeignJob, layout: Layout) -> dict[str, Any]:
         f"{_D}activation_checkpointing": "selective" if layout.recompute == "selective" else layout.recompute == "full",
         f"{_S}local_batch_size": layout.micro_batch * (layout.accumulation if piped else 1),
         f"{section}pp_microbatch_size": layout.micro_batch if piped else None,
-        f"{section}pp_schedule": (torch_schedule(layout.schedule) or "").lower() or None if piped else None,
+        f"{section}pp_schedule": (shared.torch_schedule(layout.schedule) or "").lower() or None if piped else None,
     }
-    if piped and (layers := number_of(theirs.settings, "model.n_layers")):
+    if piped and (layers := shared.number_of(theirs.settings, "model.n_layers")):
         found[f"{section}layers_per_stage"] = -(-layers // (layout.pp * max(1, layout.pp_chunks)))
     if isinstance(theirs.value(f"{_D}dp_size"), int):
         found[f"{_D}dp_size"] = layout.dp_replicate * layout.dp_shard
@@ -244,9 +223,9 @@ FORMAT = ForeignFormat(
     parse=yaml_values,
     finish=finish,
     written=written,
-    covers=TORCH | {"dp_replicate", "dp_shard"},
+    covers=shared.TORCH | {"dp_replicate", "dp_shard"},
     fixed={"pp_cut": "", "sp_regather": False, "etp": 0},
-    keeps=KEPT,
-    chooses=RECOMPUTES | PIPELINES,
+    keeps=shared.KEPT,
+    chooses=shared.RECOMPUTES | shared.PIPELINES,
     marks="YAML with model, step_scheduler and distributed",
 )

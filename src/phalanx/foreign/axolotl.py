@@ -30,13 +30,33 @@ def finish(fields: Fields) -> None:
     if "base_model" in fields.stated:
         hub_model(fields, "base_model", fields.take("base_model", str, ""))
     _layout(fields)
-    _precision(fields)
-    _optimizer(fields)
+    words = {"fp8": "fp8", "bf16": "bf16", "bfloat16": "bf16", "fp16": "fp16", "float16": "fp16"}
+    on = [name for name in words if _switch(fields, name) in ("true", "auto", "full")]
+    how = "bf16 on devices that have it" if _switch(fields, "bf16") == "auto" else ""
+    fields.set("train.precision", words[on[0]] if on else "fp32", on or [*words], how)
+    if "fp8" in on:
+        fields.set("train.fp8_scaling", "tensorwise", "fp8")
+    betas = ["adam_beta1", "adam_beta2"]
+    if any(name in fields.stated for name in betas):
+        fields.set("optimizer.betas", [fields.take(betas[0], float, 0.9), fields.take(betas[1], float, 0.999)], betas)
+    ratio, steps = fields.take("warmup_ratio", float, 0.0), fields.take("warmup_steps", float, 0.0)
+    total = fields.settings.get("train.steps")
+    if steps >= 1:
+        fields.set("optimizer.warmup_steps", int(steps), "warmup_steps")
+    elif share := ratio or steps:
+        names = ["warmup_ratio", "warmup_steps", "max_steps"]
+        if total:
+            fields.set("optimizer.warmup_steps", int(share * float(str(total.text))), names)
+        else:
+            fields.leave(names[:2], "its share of the steps needs max_steps", affects=False)
     _recompute(fields)
     _adapter(fields)
     _loss(fields)
-    if "layout.zero" not in fields.settings or "model.lora.rank" in fields.settings:
-        _stored(fields)
+    wide = fields.settings["train.precision"].text == "fp32"
+    if not wide and ("layout.zero" not in fields.settings or "model.lora.rank" in fields.settings):
+        fields.recipe["parameter_bytes"] = 2  # weights loaded in 16 bits, without FSDP's shards
+        if "model.lora.rank" not in fields.settings:
+            fields.recipe["state_bytes"] = 2 if "optimizer.state" in fields.settings else 4
     if fields.on("sample_packing"):
         why = "samples fill a sequence; attention within them is priced as attention to the whole sequence"
         fields.leave("sample_packing", why)
@@ -73,42 +93,9 @@ def _layout(fields: Fields) -> None:
         fields.set("layout.accumulation", max(1, total // fields.take("micro_batch_size", int, 1)), "batch_size")
 
 
-def _precision(fields: Fields) -> None:
-    words = {"fp8": "fp8", "bf16": "bf16", "bfloat16": "bf16", "fp16": "fp16", "float16": "fp16"}
-    on = [name for name in words if _switch(fields, name) in ("true", "auto", "full")]
-    how = "bf16 on devices that have it" if _switch(fields, "bf16") == "auto" else ""
-    fields.set("train.precision", words[on[0]] if on else "fp32", on or [*words], how)
-    if "fp8" in on:
-        fields.set("train.fp8_scaling", "tensorwise", "fp8")
-
-
 def _switch(fields: Fields, name: str) -> str:
     """Returns a value that is a switch or a word, as a word in lower case."""
     return str(fields.take(name, object, "")).lower()
-
-
-def _stored(fields: Fields) -> None:
-    """Sets the bytes of weights and optimizer state to those of weights loaded in 16 bits, without FSDP's shards."""
-    if fields.settings["train.precision"].text != "fp32":
-        fields.recipe["parameter_bytes"] = 2
-        if "model.lora.rank" not in fields.settings:
-            fields.recipe["state_bytes"] = 2 if "optimizer.state" in fields.settings else 4
-
-
-def _optimizer(fields: Fields) -> None:
-    betas = ["adam_beta1", "adam_beta2"]
-    if any(name in fields.stated for name in betas):
-        fields.set("optimizer.betas", [fields.take(betas[0], float, 0.9), fields.take(betas[1], float, 0.999)], betas)
-    ratio, steps = fields.take("warmup_ratio", float, 0.0), fields.take("warmup_steps", float, 0.0)
-    total = fields.settings.get("train.steps")
-    if steps >= 1:
-        fields.set("optimizer.warmup_steps", int(steps), "warmup_steps")
-    elif share := ratio or steps:
-        names = ["warmup_ratio", "warmup_steps", "max_steps"]
-        if total:
-            fields.set("optimizer.warmup_steps", int(share * float(str(total.text))), names)
-        else:
-            fields.leave(names[:2], "its share of the steps needs max_steps", affects=False)
 
 
 def _recompute(fields: Fields) -> None:

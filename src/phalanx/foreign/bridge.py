@@ -128,23 +128,6 @@ def is_nemo_yaml(source: Source) -> bool:
 
 def finish(fields: Fields) -> None:
     """Sets what a recipe's values mean together."""
-    _model(fields)
-    _machine(fields)
-    _precision(fields)
-    names = ("dataset.seq_length", "dataset.sequence_length")
-    if (length := fields.first(*names)) and "seq_length" not in fields.stated:
-        fields.set("model.seq_len", length, names)
-    _adapters(fields)
-    tokens = fields.take("tokenizer.vocab_size", int, 0)
-    if tokens and "vocab_size" not in fields.stated and fields.take("use_tokenizer_vocab_size", bool, True):
-        fields.stated["vocab_size"] = replace(fields.stated["tokenizer.vocab_size"], name="vocab_size")
-    core(fields)
-    _sharding(fields)
-    fields.framework = "nemo"
-
-
-def _model(fields: Fields) -> None:
-    """Sets the shape by the model's class, its name on the hub, or the name of the recipe that is imported."""
     recipe, base = fields.take("recipe", str, ""), fields.take(TARGET, str, "")
     is_whole = base in ("", "ConfigContainer", "pretrain", "finetune") or base[0].isupper()
     for name in ("model.0", "model.config._target_", "model._target_", "model"):
@@ -158,6 +141,29 @@ def _model(fields: Fields) -> None:
     if not is_whole:
         why = "this recipe is imported, and its file does not lie beside this one"
         fields.unknown.append(Leftover(f"{base}()", None, why))
+    _machine(fields)
+    _precision(fields)
+    names = ("dataset.seq_length", "dataset.sequence_length")
+    if (length := fields.first(*names)) and "seq_length" not in fields.stated:
+        fields.set("model.seq_len", length, names)
+    kind = fields.word("peft._target_", "peft")
+    if rank := fields.take("peft.dim", int, 32 if kind == "LoRA" else 0):
+        fields.set("model.lora.rank", rank, ("peft.dim", "peft._target_"))
+        fields.set("model.lora.alpha", fields.take("peft.alpha", float, 32.0), "peft.alpha")
+        targets = fields.take("peft.target_modules", object, None)
+        lora_targets(fields, "peft.target_modules", targets, everything=targets is None)
+    elif kind and kind.lower() not in ("none", "null"):
+        fields.need("model.lora.rank", f"the rank of the adapters ({kind})")
+    tokens = fields.take("tokenizer.vocab_size", int, 0)
+    if tokens and "vocab_size" not in fields.stated and fields.take("use_tokenizer_vocab_size", bool, True):
+        fields.stated["vocab_size"] = replace(fields.stated["tokenizer.vocab_size"], name="vocab_size")
+    core(fields)
+    fsdp = fields.take("fsdp", str, "")
+    if fsdp and fsdp.lower() not in ("none", "null"):
+        fields.set("layout.dp_shard", -1, "fsdp", "world size / (tp × pp × cp)")
+        fields.set("layout.zero", 3, "fsdp")
+        fields.settings.pop("layout.dp_replicate", None)
+    fields.framework = "nemo"
 
 
 def _machine(fields: Fields) -> None:
@@ -196,26 +202,6 @@ def _precision(fields: Fields) -> None:
     for name, value in meant.items():
         if name not in fields.stated:
             fields.stated[name] = Stated(name, value, label=said)
-
-
-def _adapters(fields: Fields) -> None:
-    kind = fields.word("peft._target_", "peft")
-    if rank := fields.take("peft.dim", int, 32 if kind == "LoRA" else 0):
-        fields.set("model.lora.rank", rank, ("peft.dim", "peft._target_"))
-        fields.set("model.lora.alpha", fields.take("peft.alpha", float, 32.0), "peft.alpha")
-        targets = fields.take("peft.target_modules", object, None)
-        lora_targets(fields, "peft.target_modules", targets, everything=targets is None)
-    elif kind and kind.lower() not in ("none", "null"):
-        fields.need("model.lora.rank", f"the rank of the adapters ({kind})")
-
-
-def _sharding(fields: Fields) -> None:
-    """NeMo's strategy shards with fsdp, whose optimizer is distributed in any case."""
-    fsdp = fields.take("fsdp", str, "")
-    if fsdp and fsdp.lower() not in ("none", "null"):
-        fields.set("layout.dp_shard", -1, "fsdp", "world size / (tp × pp × cp)")
-        fields.set("layout.zero", 3, "fsdp")
-        fields.settings.pop("layout.dp_replicate", None)
 
 
 def _python_line(name: str, value: Any) -> str:

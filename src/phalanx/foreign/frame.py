@@ -193,7 +193,7 @@ class NameTable:
 @functools.cache
 def table_of(name: str) -> NameTable:
     """Returns the table of NAME.yaml in this folder."""
-    written = yaml.safe_load(Path(__file__).with_name(f"{name}.yaml").read_text(encoding="utf-8"))
+    written = values.yaml_data(__file__, f"{name}.yaml")
     base = table_of(written["extends"]) if "extends" in written else NameTable((), {})
     names = dict[str, NameMeaning]()
     for key, meaning in (written.get("fields") or {}).items():
@@ -220,10 +220,6 @@ def _word(value: Any) -> str:
 ASSUMED = "it is what the prediction assumes"
 NO_EFFECT = "it has no effect beside the other values, or is what is predicted"
 NOT_ASSUMED = "the prediction assumes that it is on"
-
-
-def _is_off(value: Any) -> bool:
-    return value is None or value is False or value in ("", "none", "null")
 
 
 class Fields:
@@ -336,7 +332,7 @@ class Fields:
                 meant = did_you_mean(name, self.table.names) if len(self.unknown) < MOST_HINTS else ""
                 self.refuse(name, f"this name is not known{meant}")
             elif meaning.why:
-                is_off = _is_off(found.value)
+                is_off = found.value is None or found.value is False or found.value in ("", "none", "null")
                 affects = is_off and found.value is not None if meaning.assumed else meaning.affects and not is_off
                 why = NOT_ASSUMED if meaning.assumed and affects else meaning.why
                 self.leftovers.append(Leftover(found.shown, found.value, why, affects))

@@ -29,7 +29,10 @@ _FP32 = ("fp32", "torch.float32", "float32")
 def core(fields: Fields) -> None:
     """Sets what the arguments mean together."""
     fields.taken.update(name for name, meaning in fields.table.names.items() if meaning.rule)
-    _contradictions(fields)
+    for names in _EXCLUSIVE:
+        if all(fields.has(name) and fields.stated[name].value not in (None, False, "false") for name in names):
+            other = fields.stated[names[1]].shown
+            fields.problems.append(f"{fields.origin(names[0])} and {other} exclude each other: give one of them")
     _precision(fields)
     _optimizer(fields)
     tp, pp = fields.take("tensor_model_parallel_size", int, 1), fields.take("pipeline_model_parallel_size", int, 1)
@@ -41,7 +44,12 @@ def core(fields: Fields) -> None:
     chunks = _pipeline(fields, max(pp, 1), layers)
     _recompute(fields, layers, max(pp, 1) * chunks)
     _offload(fields)
-    _graphs(fields)
+    kind = fields.take("cuda_graph_impl", str, "none")
+    scope = fields.take("cuda_graph_scope", object, None) or fields.take("cuda_graph_modules", object, "")
+    if kind.lower() != "none":
+        words = set(re.findall("[a-z_]+", f"{scope}"))
+        found = "layers" if "moe_router" not in words else "attention and router" if "attn" in words else "router"
+        fields.recipe["graphs"] = "iteration" if "full_iteration" in {*words, kind} else found
 
 
 _EXCLUSIVE = (
@@ -53,13 +61,6 @@ _EXCLUSIVE = (
     ("use_torch_fsdp2", "use_megatron_fsdp"),
 )
 """Arguments that Megatron-LM refuses together."""
-
-
-def _contradictions(fields: Fields) -> None:
-    for names in _EXCLUSIVE:
-        if all(fields.has(name) and fields.stated[name].value not in (None, False, "false") for name in names):
-            other = fields.stated[names[1]].shown
-            fields.problems.append(f"{fields.origin(names[0])} and {other} exclude each other: give one of them")
 
 
 def _precision(fields: Fields) -> None:
@@ -213,7 +214,15 @@ def start_from(fields: Fields, name: str, model: str) -> bool:
 def _experts(fields: Fields) -> None:
     count, moe = fields.take("num_experts", int, 0) or fields.take("num_moe_experts", int, 0), "model.moe."
     if count or whole(fields, f"{moe}n_experts", 0):
-        _dispatcher(fields)
+        kind = fields.take("moe_token_dispatcher_type", str, "allgather")
+        backend = fields.take("moe_flex_dispatcher_backend", str, "deepep")
+        deep = fields.on("moe_enable_deepep", "use_turbo_deepep") or kind == "flex"
+        hybrid = kind == "flex" and backend == "hybridep"
+        fields.recipe["dispatcher"] = backend if hybrid else "deepep" if deep else "all-to-all"
+        if kind == "allgather" and "moe_token_dispatcher_type" in fields.stated:
+            fields.leave("moe_token_dispatcher_type", "an all-to-all is predicted")
+        if fields.on("overlap_moe_expert_parallel_comm"):
+            fields.recipe["overlaps"] = True
     if not count:
         return
     fields.set(f"{moe}n_experts", count, ("num_experts", "num_moe_experts"))
@@ -247,18 +256,6 @@ def _experts(fields: Fields) -> None:
     share = fields.take("moe_aux_loss_coeff", float, 0.0)
     if share and "aux_loss" in str(fields.take("moe_router_load_balancing_type", object, "aux_loss")):
         fields.set(f"{moe}aux_loss", share, ("moe_aux_loss_coeff", "moe_router_load_balancing_type"))
-
-
-def _dispatcher(fields: Fields) -> None:
-    kind = fields.take("moe_token_dispatcher_type", str, "allgather")
-    backend = fields.take("moe_flex_dispatcher_backend", str, "deepep")
-    deep = fields.on("moe_enable_deepep", "use_turbo_deepep") or kind == "flex"
-    hybrid = kind == "flex" and backend == "hybridep"
-    fields.recipe["dispatcher"] = backend if hybrid else "deepep" if deep else "all-to-all"
-    if kind == "allgather" and "moe_token_dispatcher_type" in fields.stated:
-        fields.leave("moe_token_dispatcher_type", "an all-to-all is predicted")
-    if fields.on("overlap_moe_expert_parallel_comm"):
-        fields.recipe["overlaps"] = True
 
 
 def frequencies(text: str) -> list[int] | int:
@@ -531,15 +528,6 @@ def _offload(fields: Fields) -> None:
     if parts:
         names = ("optimizer_cpu_offload", "cpu_offloading", "cpu_offloading_activations")
         fields.set("layout.offload", "+".join(parts), names)
-
-
-def _graphs(fields: Fields) -> None:
-    kind = fields.take("cuda_graph_impl", str, "none")
-    scope = fields.take("cuda_graph_scope", object, None) or fields.take("cuda_graph_modules", object, "")
-    if kind.lower() != "none":
-        words = set(re.findall("[a-z_]+", f"{scope}"))
-        found = "layers" if "moe_router" not in words else "attention and router" if "attn" in words else "router"
-        fields.recipe["graphs"] = "iteration" if "full_iteration" in {*words, kind} else found
 
 
 def written(theirs: ForeignJob, layout: Layout) -> Mapping[str, Any]:

@@ -12,20 +12,10 @@ from phalanx.bounded import read_text
 from phalanx.config import yaml_file
 from phalanx.config.layout import Layout
 from phalanx.errors import JobError
-from phalanx.foreign import accelerate, automodel, axolotl, bridge, deepspeed, megatron, primus, torchtitan
-from phalanx.foreign.frame import (
-    MOST_BYTES,
-    ChangedLine,
-    Fields,
-    ForeignFormat,
-    ForeignJob,
-    Source,
-    table_of,
-    with_defaults,
-)
+from phalanx.foreign import accelerate, automodel, axolotl, bridge, deepspeed, frame, megatron, primus, torchtitan
 from phalanx.nearest import near_file
 
-FORMATS: tuple[ForeignFormat, ...] = (
+FORMATS: tuple[frame.ForeignFormat, ...] = (
     torchtitan.FORMAT,
     deepspeed.FORMAT,
     axolotl.FORMAT,
@@ -42,7 +32,7 @@ FORMATS: tuple[ForeignFormat, ...] = (
 """The known formats. The first that recognises a file reads it."""
 
 
-def read(path: Path) -> ForeignJob:
+def read(path: Path) -> frame.ForeignJob:
     """Returns a file of another framework as a job. Nothing in it is executed. Raises JobError with every problem."""
     source = _source(path)
     found = next((each for each in FORMATS if each.recognises(source)), None)
@@ -57,8 +47,8 @@ def read(path: Path) -> ForeignJob:
         kinds = "; ".join(f"{each.kind} ({each.marks})" for each in FORMATS)
         raise JobError(f"{path}: not a configuration of a known kind; known: {kinds}")
     try:
-        table = table_of(found.table)
-        parts = Fields(source, table, with_defaults(table, found.parse(source)))
+        table = frame.table_of(found.table)
+        parts = frame.Fields(source, table, frame.with_defaults(table, found.parse(source)))
     except RecursionError:
         raise JobError(f"{path}: nested too deeply") from None
     parts.plain()
@@ -66,18 +56,18 @@ def read(path: Path) -> ForeignJob:
     return parts.job(found.kind)
 
 
-def format_named(kind: str) -> ForeignFormat:
+def format_named(kind: str) -> frame.ForeignFormat:
     """Returns the format of a kind."""
     return next(each for each in FORMATS if each.kind == kind)
 
 
-def _source(path: Path) -> Source:
+def _source(path: Path) -> frame.Source:
     part = ""
     if ".py:" in path.name and not path.exists():
         name, _, part = path.name.rpartition(":")
         path = path.with_name(name)
     try:
-        return Source(path, read_text(path, MOST_BYTES), part)
+        return frame.Source(path, read_text(path, frame.MOST_BYTES), part)
     except FileNotFoundError:
         raise JobError(f"{path}: there is no such file{near_file(path)}") from None
     except OSError as error:
@@ -90,11 +80,11 @@ NOT_WRITTEN = ("auto", "bucket_mb", "axes", "accumulation")
 """Fields of a layout that no format states, or that follow from its others."""
 
 
-def write_back(theirs: ForeignJob, before: Layout, layout: Layout) -> Sequence[ChangedLine]:
+def write_back(theirs: frame.ForeignJob, before: Layout, layout: Layout) -> Sequence[frame.ChangedLine]:
     """Returns the lines of the file that change if its layout, `before`, becomes `layout`, in its own format, and a
     note on every field of the layout that the format has no name for."""
     found = format_named(theirs.kind)
-    table = table_of(found.table)
+    table = frame.table_of(found.table)
     names = {path.removeprefix("layout."): name for path, name in table.by_path().items() if path.startswith("layout.")}
     changed = [each.name for each in fields(Layout) if getattr(layout, each.name) != getattr(before, each.name)]
     changed = [name for name in changed if name not in NOT_WRITTEN]
@@ -105,30 +95,32 @@ def write_back(theirs: ForeignJob, before: Layout, layout: Layout) -> Sequence[C
             inverse = {ours: word for word, ours in meaning.values.items()}
             value = getattr(layout, name)
             wanted[names[name]] = inverse.get(value, value) if inverse else value
-    lines = list[ChangedLine]()
+    lines = list[frame.ChangedLine]()
     if found.covers & {*changed} or wanted:
         now = found.written(theirs, before)
         wanted |= {name: value for name, value in found.written(theirs, layout).items() if value != now.get(name)}
     now = dict[int, str]()
     for name, value in wanted.items():
         lines += _changed(theirs, found, now, name, value)
-    lines += [ChangedLine(at, theirs.source.lines[at - 1], after) for at, after in now.items()]
+    lines += [frame.ChangedLine(at, theirs.source.lines[at - 1], after) for at, after in now.items()]
     lines += [
-        ChangedLine(0, "", "", f"{name}={getattr(layout, name)}: {theirs.kind} has no name for it")
+        frame.ChangedLine(0, "", "", f"{name}={getattr(layout, name)}: {theirs.kind} has no name for it")
         for name in changed
         if name not in names and name not in found.covers
     ]
     return sorted(lines, key=lambda line: (not line.line, line.line))
 
 
-def _changed(theirs: ForeignJob, found: ForeignFormat, now: dict[int, str], name: str, value: Any) -> list[ChangedLine]:
+def _changed(
+    theirs: frame.ForeignJob, found: frame.ForeignFormat, now: dict[int, str], name: str, value: Any
+) -> list[frame.ChangedLine]:
     """Returns the change that gives a name a value, or puts it into `now`, the changed lines by their number; what
     begins with a question mark has no name there."""
     if name.startswith("?"):
-        return [ChangedLine(0, "", "", f"{name[1:]}: {value}")] if value else []
+        return [frame.ChangedLine(0, "", "", f"{name[1:]}: {value}")] if value else []
     stated = theirs.stated.get(name)
     if stated is None or not stated.line or stated.path not in (None, theirs.path):
-        return [] if value is None else [ChangedLine(0, "", found.new_line(name, value))]
+        return [] if value is None else [frame.ChangedLine(0, "", found.new_line(name, value))]
     if value is None and stated.value in (None, False, "false", 0):
         return []
     before = theirs.source.lines[stated.line - 1]
@@ -136,7 +128,7 @@ def _changed(theirs: ForeignJob, found: ForeignFormat, now: dict[int, str], name
     if (value is None and not found.absent) or (value is False and not stated.text):
         beside = [each for each in theirs.stated.values() if each.line == stated.line and each is not stated]
         if beside and stated.text:
-            return [ChangedLine(0, "", "", f"{name}: goes from line {stated.line}")]
+            return [frame.ChangedLine(0, "", "", f"{name}: goes from line {stated.line}")]
         now[stated.line] = ""
     elif stated.text:
         spelled = found.absent if value is None else found.spelled(value)

@@ -22,17 +22,8 @@ KEPT = (
 """Fields of a layout that torch's frameworks do not choose, or that are kept as the file has them."""
 TORCH = frozenset(
     (
-        "sp",
-        "ep",
-        "etp",
-        "reshard",
-        "schedule",
-        "pp_chunks",
-        "pp_cut",
-        "micro_batch",
-        "accumulation",
-        "recompute",
-        "loss_chunk",
+        *("sp", "ep", "etp", "reshard", "schedule", "pp_chunks", "pp_cut", "micro_batch", "accumulation"),
+        *("recompute", "loss_chunk"),
     )
 )
 """Fields of a layout that torchtitan's and AutoModel's rules give."""

@@ -371,7 +371,19 @@ class _ScriptParser:
             self._until(parts, "))", True)
             return part("arithmetic")
         if opening := self.match(r"`|\$\("):
-            self._skip("`" if opening[0] == "`" else ")")
+            end = "`" if opening[0] == "`" else ")"
+            depth, quote = 1, ""
+            while self.place < len(self.text) and depth:
+                letter = self.text[self.place]
+                if letter == "\\":
+                    self.place += 1
+                elif quote:
+                    quote = "" if letter == quote else quote
+                elif letter in "'\"":
+                    quote = letter
+                else:
+                    depth += (letter == "(" and end == ")") - (letter == end)
+                self.place += 1
             return part("command")
         self.place += 1
         if not self.passed("{"):
@@ -387,21 +399,6 @@ class _ScriptParser:
         if length or not found:
             return part("command")
         return part("variable", found[0], operation[0] if operation else "")
-
-    def _skip(self, end: str) -> None:
-        """Passes a command substitution, with those inside of it."""
-        depth, quote = 1, ""
-        while self.place < len(self.text) and depth:
-            letter = self.text[self.place]
-            if letter == "\\":
-                self.place += 1
-            elif quote:
-                quote = "" if letter == quote else quote
-            elif letter in "'\"":
-                quote = letter
-            else:
-                depth += (letter == "(" and end == ")") - (letter == end)
-            self.place += 1
 
 
 LARGEST = 2**62

@@ -7,28 +7,13 @@ import json
 import re
 import tomllib
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
-import yaml
-
 from phalanx.config.layout import Layout
+from phalanx.config.values import yaml_data
 from phalanx.errors import JobError
+from phalanx.foreign import shared
 from phalanx.foreign.frame import Fields, ForeignFormat, ForeignJob, Source, Stated, yaml_values
-from phalanx.foreign.shared import (
-    KEPT,
-    ONE_STAGE,
-    PIPELINES,
-    RECOMPUTES,
-    TORCH,
-    cut_of,
-    hub_model,
-    number_of,
-    schedule_of,
-    torch_schedule,
-    unknown_model,
-    whole,
-)
 from phalanx.nearest import did_you_mean
 
 _SECTIONS = {"job", "model", "training", "parallelism", "optimizer", "lr_scheduler", "activation_checkpoint"}
@@ -93,7 +78,7 @@ def _lines(source: Source) -> dict[str, tuple[int, str]]:
 
 @functools.cache
 def _flavors() -> dict[str, dict[str, Any]]:
-    return yaml.safe_load(Path(__file__).with_name("torchtitan.yaml").read_text(encoding="utf-8"))["flavors"]
+    return yaml_data(__file__, "torchtitan.yaml")["flavors"]
 
 
 def finish(fields: Fields) -> None:
@@ -114,7 +99,7 @@ def _model(fields: Fields, section: str) -> None:
     names = [f"{section}name", f"{section}flavor"]
     name, flavor = fields.take(names[0], str, "llama3"), fields.take(names[1], str, "debugmodel")
     if "hf_transformers.model" in fields.stated:
-        hub_model(fields, "hf_transformers.model", fields.take("hf_transformers.model", str, ""))
+        shared.hub_model(fields, "hf_transformers.model", fields.take("hf_transformers.model", str, ""))
         return
     fields.model = f"{name} {flavor}"
     known = _flavors().get(name)
@@ -122,10 +107,10 @@ def _model(fields: Fields, section: str) -> None:
     if known is None:
         if names[0] in fields.stated:
             why = f"no model of torchtitan with this name has a shape here{did_you_mean(name, _flavors())}"
-            unknown_model(fields, names[0], f"{why}; known: {', '.join(_flavors())}")
+            shared.unknown_model(fields, names[0], f"{why}; known: {', '.join(_flavors())}")
     elif plain not in known:
         if names[1] in fields.stated:
-            unknown_model(
+            shared.unknown_model(
                 fields, names[1], f"no flavor of {name} here{did_you_mean(plain, known)}; known: {', '.join(known)}"
             )
     elif isinstance(shape := known[plain], str):
@@ -156,8 +141,8 @@ def _optimizer(fields: Fields) -> None:
     _default(fields, "optimizer.warmup_steps", 200)
     _default(fields, "optimizer.min_lr_ratio", 0.0)
     _default(fields, "train.steps", 10_000)
-    steps = whole(fields, "optimizer.decay_steps", whole(fields, "train.steps"))
-    if whole(fields, "optimizer.warmup_steps") > steps:
+    steps = shared.whole(fields, "optimizer.decay_steps", shared.whole(fields, "train.steps"))
+    if shared.whole(fields, "optimizer.warmup_steps") > steps:
         fields.set("optimizer.warmup_steps", steps, f"{_LR}warmup_steps", "no more than there are steps")
 
 
@@ -191,7 +176,7 @@ def _degrees(fields: Fields) -> None:
     fields.recipe |= {"dispatcher": backend} if backend in ("deepep", "hybridep") else {}
     policy = f"{_P}fsdp_reshard_after_forward"
     word = fields.take(policy, str, "default")
-    pp = whole(fields, "layout.pp")
+    pp = shared.whole(fields, "layout.pp")
     if word not in ("default", "always", "never"):
         fields.unknown_value(policy, ["default", "always", "never"], "layout.reshard")
     else:
@@ -201,7 +186,7 @@ def _degrees(fields: Fields) -> None:
 def _batch(fields: Fields) -> None:
     """Sets micro-batch and batch: torchtitan's local batch is that of one forward pass, or in a pipeline of as many
     micro-batches as it holds."""
-    pipelined = whole(fields, "layout.pp") > 1
+    pipelined = shared.whole(fields, "layout.pp") > 1
     size, several, some = (
         f"{_P}{name}"
         for name in ("pipeline_parallel_microbatch_size", "num_pp_microbatches", "pipeline_parallel_microbatches")
@@ -227,7 +212,7 @@ def _batch(fields: Fields) -> None:
     local, batch = fields.take(local_name, int, 8), fields.take(f"{_T}global_batch_size", int, -1)
     degree = fields.stated.get(f"{_P}pipeline_parallel_degree")
     old = degree is not None and degree.label.startswith("experimental.")  # as many micro-batches as stages
-    count = fields.take(some, int, whole(fields, "layout.pp") if old else 0)
+    count = fields.take(some, int, shared.whole(fields, "layout.pp") if old else 0)
     micro = fields.take(size, int, local // count if count else 1)
     if not pipelined:
         micro = local
@@ -248,19 +233,19 @@ def _pipeline(fields: Fields) -> None:
     ends = [f"{_P}pipeline_parallel_{end}_stage_less_layers" for end in ("first", "last")]
     first, last = (fields.take(end, int, 1) for end in ends)
     each = fields.take(per, int, 0)
-    pp = whole(fields, "layout.pp")
+    pp = shared.whole(fields, "layout.pp")
     if pp < 2:
         fields.take(name, str, "")
         return
-    word = schedule_of(fields, name)
-    layers = whole(fields, "model.n_layers", 0)
-    chunks = 1 if word in (*ONE_STAGE, "") else 2
+    word = shared.schedule_of(fields, name)
+    layers = shared.whole(fields, "model.n_layers", 0)
+    chunks = 1 if word in (*shared.ONE_STAGE, "") else 2
     if each and layers:
         chunks = max(1, -(-(layers + first + last) // each) // pp)
     if chunks > 1:
         fields.set("layout.pp_chunks", chunks, [per, name])
-    cut = cut_of(layers, pp * chunks, first, last) if layers else ""
-    if cut and word in (*ONE_STAGE, "interleaved_1f1b", "looped_bfs"):
+    cut = shared.cut_of(layers, pp * chunks, first, last) if layers else ""
+    if cut and word in (*shared.ONE_STAGE, "interleaved_1f1b", "looped_bfs"):
         fields.set("layout.pp_cut", cut, ends)
 
 
@@ -279,7 +264,7 @@ def _recompute(fields: Fields) -> None:
     for name in (*mms, f"{_AC}preserve_rng_state", "activation_checkpoint"):
         fields.take(name, object, None)
     names = [mode, option] if not saved else [mms[0], "activation_checkpoint"]
-    layers = whole(fields, "model.n_layers", 0)
+    layers = shared.whole(fields, "model.n_layers", 0)
     if word == "memory_budget":
         fields.set("layout.recompute", share, [mode, budget])
     elif word in ("none", "full"):
@@ -342,7 +327,7 @@ def _precision(fields: Fields) -> None:
         fields.recipe |= {"parameter_bytes": 2, "state_bytes": 4, "gradient_bytes": 2}
     if "loss.num_chunks" in fields.stated:
         chunks = max(1, fields.take("loss.num_chunks", int, 8))
-        tokens = whole(fields, "layout.micro_batch") * whole(fields, "model.seq_len", 0)
+        tokens = shared.whole(fields, "layout.micro_batch") * shared.whole(fields, "model.seq_len", 0)
         if tokens:
             fields.set("layout.loss_chunk", -(-tokens // chunks), "loss.num_chunks")
 
@@ -359,8 +344,8 @@ def written(theirs: ForeignJob, layout: Layout) -> dict[str, Any]:
         found["?sp=false"] = "torchtitan shards activations by tokens wherever it shards matrices"
     found[f"{_P}fsdp_reshard_after_forward"] = "always" if layout.reshard else "never"
     if layout.pp > 1:
-        found[f"{_P}pipeline_parallel_schedule"] = torch_schedule(layout.schedule)
-        layers, stages = number_of(theirs.settings, "model.n_layers"), layout.pp * max(1, layout.pp_chunks)
+        found[f"{_P}pipeline_parallel_schedule"] = shared.torch_schedule(layout.schedule)
+        layers, stages = shared.number_of(theirs.settings, "model.n_layers"), layout.pp * max(1, layout.pp_chunks)
         if layout.pp_chunks > 2 and layers:
             found[f"{_P}pipeline_parallel_layers_per_stage"] = -(-(layers + 2) // stages)
     if saved:
@@ -396,11 +381,11 @@ FORMAT = ForeignFormat(
     parse=parse,
     finish=finish,
     written=written,
-    covers=TORCH | {"tp", "recompute_cut"},
+    covers=shared.TORCH | {"tp", "recompute_cut"},
     new_line=_new_line,
     spelled=json.dumps,
     fixed={"zero": 3, "pp_cut": "", "sp_regather": False},
-    keeps=KEPT,
-    chooses=RECOMPUTES | PIPELINES,
+    keeps=shared.KEPT,
+    chooses=shared.RECOMPUTES | shared.PIPELINES,
     marks="TOML with [model], [training] and [parallelism], or JSON with model_spec",
 )

@@ -70,7 +70,12 @@ def read_prompts(path: Path) -> list[str]:
             prompts.append(line)
             continue
         try:
-            prompts.append(_prompt_of(parse_json(line)))
+            row = parse_json(line)
+            if isinstance(row, dict):
+                row = row.get("prompt")
+            if not isinstance(row, str) or not row:
+                raise ValueError('expected a JSON string, or an object with a "prompt" that is one')
+            prompts.append(row)
         except ValueError as error:
             problems.append(f"{path}:{number}: {error}")
     if problems:
@@ -79,11 +84,3 @@ def read_prompts(path: Path) -> list[str]:
     if not prompts:
         raise NotFoundError(f"{path} has no prompts: give one per line, or JSON lines in a .jsonl file")
     return prompts
-
-
-def _prompt_of(row: object) -> str:
-    if isinstance(row, dict):
-        row = row.get("prompt")
-    if not isinstance(row, str) or not row:
-        raise ValueError('expected a JSON string, or an object with a "prompt" that is one')
-    return row

@@ -50,21 +50,8 @@ from phalanx.config.fields import get, leaves
 from phalanx.config.job import Job, Optimizer, Train
 from phalanx.config.layout import Layout
 from phalanx.config.model import ModelConfig
-from phalanx.cost.fit import (
-    TINY_PRODUCT,
-    UNCACHED_BYTES,
-    AttentionTiming,
-    FitRow,
-    Precision,
-    ProductTiming,
-    StreamTiming,
-    device_rows,
-    fit_device,
-    fit_host,
-    fit_sharing,
-    median_error,
-    product_call_us,
-)
+from phalanx.cost import fit
+from phalanx.cost.fit import median_error
 from phalanx.data.files import Progress, silent, stderr_progress
 from phalanx.data.loader import MicroBatch
 from phalanx.errors import JobError, OffloadError
@@ -111,7 +98,7 @@ TimeCalls = Callable[[str, Sequence[Call]], Timings]
 """Measures calls as a part of ComputeCalibration."""
 
 
-def block_calls(precision: Precision, model: ModelConfig = TINY_MODEL, sequences: int = 1) -> tuple[Call, Call]:
+def block_calls(precision: fit.Precision, model: ModelConfig = TINY_MODEL, sequences: int = 1) -> tuple[Call, Call]:
     """Returns forward and backward passes of `sequences` sequences, as training runs them, through the model's own
     blocks and through DEEP_LAYERS of them."""
     shallow, deep = (
@@ -126,7 +113,7 @@ def block_seconds(shallow: float, deep: float) -> float:
     return (deep - shallow) / (DEEP_LAYERS - TINY_MODEL.n_layers)
 
 
-def _gradients(model: ModelConfig, sequences: int, precision: Precision) -> Call:
+def _gradients(model: ModelConfig, sequences: int, precision: fit.Precision) -> Call:
     job = Job(model=model, layout=Layout(micro_batch=sequences), train=Train(precision=precision))
     stepper = Stepper(job, meshes.alone(), torch.device("cpu"), model.vocab_size)
     tokens = np.arange(sequences * (model.seq_len + 1)).reshape(sequences, -1) % model.vocab_size
@@ -299,12 +286,12 @@ class Measured:
 
     base: Accelerator
     """Values that were looked up: name, memory, cores."""
-    precision: Precision
+    precision: fit.Precision
     known: float
     """Peak of the data sheet in TFLOP/s; 0 if there is none."""
-    products: list[ProductTiming] = field(default_factory=list)
-    attentions: list[AttentionTiming] = field(default_factory=list)
-    streams: list[StreamTiming] = field(default_factory=list)
+    products: list[fit.ProductTiming] = field(default_factory=list)
+    attentions: list[fit.AttentionTiming] = field(default_factory=list)
+    streams: list[fit.StreamTiming] = field(default_factory=list)
     tiny_block: tuple[ModelConfig, float] | None = None
     """On a CPU a launch-bound model, and the seconds of one of its blocks, forward and backward."""
     sharing: Sharing = field(default_factory=Sharing)
@@ -316,20 +303,20 @@ class Measured:
     timings: dict[str, list[Timings]] = field(default_factory=lambda: defaultdict(list))
     """All timings, by part of ComputeCalibration."""
 
-    def fit(self) -> tuple[Accelerator, list[FitRow]]:
+    def fit(self) -> tuple[Accelerator, list[fit.FitRow]]:
         """Returns the device as the cost model sees it, and every measurement beside its prediction."""
-        device = fit_device(self.base, self.precision, self.products, self.attentions, self.streams, self.known)
+        device = fit.fit_device(self.base, self.precision, self.products, self.attentions, self.streams, self.known)
         if self.tiny_block:
-            device = fit_host(device, self.precision, *self.tiny_block)
-        return device, device_rows(device, self.precision, self.products, self.attentions, self.streams)
+            device = fit.fit_host(device, self.precision, *self.tiny_block)
+        return device, fit.device_rows(device, self.precision, self.products, self.attentions, self.streams)
 
     def fit_sharing(self, device: Accelerator) -> Sharing:
         """Returns how processes share the cores, where `device`, from `fit`, is what one of them has."""
         if not all(self.small_block):
             return self.sharing
-        return fit_sharing(device, self.precision, self.sharing, SMALL_MODEL, SEQUENCES, *self.small_block)
+        return fit.fit_sharing(device, self.precision, self.sharing, SMALL_MODEL, SEQUENCES, *self.small_block)
 
-    def calibration(self, rows: Sequence[FitRow]) -> ComputeCalibration:
+    def calibration(self, rows: Sequence[fit.FitRow]) -> ComputeCalibration:
         """Returns the quality of each part; `rows` are those of `fit`."""
 
         def of(part: str, kind: str = "") -> FitQuality:
@@ -344,7 +331,7 @@ class Measured:
 
 
 def measure(
-    device: torch.device, precision: Precision, processes: int, quick: bool, ceiling: float, progress: Progress
+    device: torch.device, precision: fit.Precision, processes: int, quick: bool, ceiling: float, progress: Progress
 ) -> Measured:
     """Measures everything on this rank and, in a process group, on all of its `processes` together.
 
@@ -365,7 +352,7 @@ def measure(
         range(len(product_shapes)), key=lambda i: product_shapes[i].m * product_shapes[i].n * product_shapes[i].k
     )
     middle_third = by_work[len(by_work) // 3 : len(by_work) - len(by_work) // 3]
-    uncached = [(name, moved) for name, moved in kernels if moved >= UNCACHED_BYTES]
+    uncached = [(name, moved) for name, moved in kernels if moved >= fit.UNCACHED_BYTES]
     largest = by_work[-SUSTAINED_PRODUCTS:]
     disk = disk_calls(quick)
     calls = len(product_shapes) + 2 * len(lengths) + len(kernels) + 3 + (disk is not None) + len(largest)
@@ -384,14 +371,14 @@ def measure(
 
     multiply = [_product(shape, device, precision) for shape in product_shapes]
     for shape, seconds in zip(product_shapes, means("products", multiply), strict=True):
-        measured.products.append(ProductTiming(*shape, seconds))
+        measured.products.append(fit.ProductTiming(*shape, seconds))
     heads, head = ATTENTION_HEADS[unit]
     attend = [call for length in lengths for call in _attention(length, heads, head, device, precision)]
     for place, seconds in enumerate(means("attention", attend) if attend else []):
-        measured.attentions.append(AttentionTiming(lengths[place // 2], heads, head, bool(place % 2), seconds))
+        measured.attentions.append(fit.AttentionTiming(lengths[place // 2], heads, head, bool(place % 2), seconds))
     one_stream = replace(clock, budget_s=clock.budget_s / len(kernels))  # one after the other: they need much memory
     for (name, moved), make in kernels.items():
-        measured.streams.append(StreamTiming(name, moved, *means("streams", [make()], one_stream)))
+        measured.streams.append(fit.StreamTiming(name, moved, *means("streams", [make()], one_stream)))
     copy_s, update_s = means("host", host_calls(device, quick=quick), one_stream)
     disk_s, free = 0.0, 0
     if disk is not None:
@@ -402,7 +389,7 @@ def measure(
     sizes = (each / processes / 2**30 for each in (memory_bytes(CheckedMachine())[0], free))
     measured.host = host_share(copy_s, update_s, disk_s, *sizes, quick=quick)
     if on_cpu:
-        measured.base = replace(measured.base, product_us=product_call_us(measured.streams))
+        measured.base = replace(measured.base, product_us=fit.product_call_us(measured.streams))
         measured.tiny_block = TINY_MODEL, block_seconds(*means("blocks", block_calls(precision)))
         blocks = block_calls(precision, SMALL_MODEL, SEQUENCES)
         products, streams = [multiply[i] for i in middle_third], [kernels[key]() for key in uncached]
@@ -427,7 +414,7 @@ def look_up(device: torch.device, processes: int) -> Accelerator:
     return Accelerator(name, cores=cores, memory_gib=memory / 2**30)
 
 
-def _product(shape: Shape, device: torch.device, precision: Precision) -> Call:
+def _product(shape: Shape, device: torch.device, precision: fit.Precision) -> Call:
     """Returns the product of activations (m, k) and a weight (n, k), through the library that training uses."""
     dtype = DTYPES[precision]
     x = torch.randn(shape.m, shape.k, device=device).to(dtype)
@@ -436,7 +423,7 @@ def _product(shape: Shape, device: torch.device, precision: Precision) -> Call:
     return partial(multiply, x, weight)
 
 
-def _attention(length: int, heads: int, head: int, device: torch.device, precision: Precision) -> tuple[Call, Call]:
+def _attention(length: int, heads: int, head: int, device: torch.device, precision: fit.Precision) -> tuple[Call, Call]:
     """Returns the forward pass and the backward pass alone of torch's fused causal attention."""
     make = partial(torch.randn, 1, heads, length, head, device=device)
     q, k, v = (make().to(DTYPES[precision]).requires_grad_() for _ in range(3))
@@ -446,7 +433,7 @@ def _attention(length: int, heads: int, head: int, device: torch.device, precisi
     return forward, lambda: torch.autograd.grad(out, (q, k, v), gradient, retain_graph=True)
 
 
-def _kernels(device: torch.device, precision: Precision, quick: bool) -> dict[tuple[str, int], Callable[[], Call]]:
+def _kernels(device: torch.device, precision: fit.Precision, quick: bool) -> dict[tuple[str, int], Callable[[], Call]]:
     """Returns launch-bound kernels, whose time is the launch overhead, copies (a read, a write) and additions (two
     reads, a write), by name and bytes moved."""
     dtype, n = DTYPES[precision], 16
@@ -456,7 +443,7 @@ def _kernels(device: torch.device, precision: Precision, quick: bool) -> dict[tu
         ("tiny add", 3 * n * n * size): lambda: partial(torch.add, make(), make(), out=make()),
         ("tiny softmax", 2 * n * n * size): lambda: partial(torch.softmax, make(), -1),
         ("tiny norm", 2 * n * n * size): lambda: partial(F.rms_norm, make(), (n,)),
-        (TINY_PRODUCT, 3 * n * n * size): lambda: _product(Shape("", n, n, n), device, precision),
+        (fit.TINY_PRODUCT, 3 * n * n * size): lambda: _product(Shape("", n, n, n), device, precision),
     }
     for length in stream_sizes(quick):
         vector = partial(torch.ones, length, device=device, dtype=dtype)
@@ -544,7 +531,7 @@ class CalibrationReport:
     """Processes, threads and backend."""
     fields: dict[str, Any]
     """Fields of the cluster by dotted path, with the calibration's."""
-    rows: list[FitRow]
+    rows: list[fit.FitRow]
     lines: list[str]
     """The fit in words."""
     svg: str
@@ -686,7 +673,7 @@ def compute_report(
     device: torch.device,
     threads: int,
     *,
-    precision: Precision,
+    precision: fit.Precision,
     quick: bool,
     known: Mapping[str, Any],
     store: Store | None = None,

@@ -235,7 +235,15 @@ def import_path(machine: CheckedMachine, here: Path | None = None) -> Problems:
     libraries |= {"yaml" if name == "pyyaml" else name for name in names}
     stated = [Path(each) for each in machine.env.get("PYTHONPATH", "").split(os.pathsep) if each]
     for folder in dict.fromkeys([here, *stated]):
-        if shadows := _shadows(folder, libraries):
+        found = []
+        with suppress(OSError), os.scandir(folder) as entries:
+            for number, entry in enumerate(entries):
+                stem, _, suffix = entry.name.rpartition(".")
+                if number >= _MOST_NAMES:
+                    break
+                if suffix == "py" and stem in libraries:
+                    found.append(entry.name)
+        if shadows := sorted(found):
             where = "the current directory" if folder == here else f"{folder} (PYTHONPATH)"
             yield warn(f"{where} has {', '.join(shadows[:5])}: imported in place of the library", "rename it")
     if foreign := [str(each) for each in stated if _other_python(str(each))]:
@@ -244,18 +252,6 @@ def import_path(machine: CheckedMachine, here: Path | None = None) -> Problems:
             "unset PYTHONPATH, or load the modules of this Python",
         )
     return f"{counted(len(stated), 'folder')} in PYTHONPATH" if stated else "nothing shadows a library"
-
-
-def _shadows(folder: Path, libraries: set[str]) -> list[str]:
-    found = []
-    with suppress(OSError), os.scandir(folder) as entries:
-        for number, entry in enumerate(entries):
-            stem, _, suffix = entry.name.rpartition(".")
-            if number >= _MOST_NAMES:
-                break
-            if suffix == "py" and stem in libraries:
-                found.append(entry.name)
-    return sorted(found)
 
 
 def _other_python(folder: str) -> bool:

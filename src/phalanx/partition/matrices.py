@@ -262,11 +262,6 @@ def granular_cut(
     if granularity == "element" or ranks == 1:
         return equal_cut(sizes, ranks)
     if granularity == "block":
-        return _aligned_cut(sizes, ranks)
+        blocks = equal_cut([-(-size // BLOCK) for size in sizes], ranks)
+        return BucketCut(tuple(start * BLOCK for start in blocks.starts), blocks.each * BLOCK)
     return bucket_cut(tuple(sizes), tuple(matrix_elements(name, shape, shape) for name, shape in named), ranks)
-
-
-def _aligned_cut(sizes: Sequence[int], ranks: int) -> BucketCut:
-    """Returns parameters that begin at multiples of BLOCK elements, in shares of such multiples."""
-    blocks = equal_cut([-(-size // BLOCK) for size in sizes], ranks)
-    return BucketCut(tuple(start * BLOCK for start in blocks.starts), blocks.each * BLOCK)

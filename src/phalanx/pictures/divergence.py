@@ -5,24 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 
-from phalanx.pictures.elements import (
-    BOLD,
-    COLOURS,
-    END,
-    LETTER,
-    MIDDLE,
-    SMALL,
-    box,
-    document,
-    heading,
-    shortened,
-    text,
-)
+from phalanx.pictures import elements
+from phalanx.pictures.elements import BOLD, END, MIDDLE, SMALL
 
 MOST_ROWS = 60
 """Modules that are drawn: of more, those around the first that differs."""
 _LEFT, _TOP, _ROW, _PANEL_GAP, _FOOT = 240, 118, 16, 28, 34
-_EQUAL, _DIFFERENT = COLOURS[2], COLOURS[1]
+_EQUAL, _DIFFERENT = elements.COLOURS[2], elements.COLOURS[1]
 
 
 def divergence_map(
@@ -49,13 +38,15 @@ def divergence_map(
     cell = max(6.0, min(34.0, 320 / max(1, ranks)))
     panel = cell * ranks
     bottom = _TOP + len(shown) * _ROW
-    parts = [heading(16, 24, title)]
-    parts += [text(16, 42 + 15 * line, shortened(each, 120), SMALL) for line, each in enumerate(words)]
-    parts.append(text(_LEFT - 10, _TOP - 6, "rank", f"{END} {SMALL}"))
+    parts = [elements.heading(16, 24, title)]
+    parts += [
+        elements.text(16, 42 + 15 * line, elements.shortened(each, 120), SMALL) for line, each in enumerate(words)
+    ]
+    parts.append(elements.text(_LEFT - 10, _TOP - 6, "rank", f"{END} {SMALL}"))
     for number, (direction, of_module) in enumerate(table.items()):
         left = _LEFT + number * (panel + _PANEL_GAP)
         parts.append(
-            text(left + panel / 2, _TOP - 22, {"forward": "output", "backward": "gradient"}[direction], MIDDLE)
+            elements.text(left + panel / 2, _TOP - 22, {"forward": "output", "backward": "gradient"}[direction], MIDDLE)
         )
         parts += _ranks(ranks, left, cell)
         for row, module in enumerate(shown):
@@ -63,24 +54,24 @@ def divergence_map(
             parts += _cells(module, direction, of_module[module], left, y, cell, tolerance)
             if [direction, module] == [*first]:
                 frame = "fill='none' stroke='currentColor' stroke-width='2' class='first'"
-                parts.append(box(left - 2, y, panel + 4, _ROW, frame, f"the first that differs: {module}"))
+                parts.append(elements.box(left - 2, y, panel + 4, _ROW, frame, f"the first that differs: {module}"))
     for row, module in enumerate(shown):
         style = f"{END} {SMALL} {BOLD}" if module == first[1] else f"{END} {SMALL}"
-        parts.append(text(_LEFT - 10, _TOP + row * _ROW + 12, shortened(module, 34), style))
+        parts.append(elements.text(_LEFT - 10, _TOP + row * _ROW + 12, elements.shortened(module, 34), style))
     left_out = f"; {len(modules) - len(shown)} modules are not drawn" if len(shown) < len(modules) else ""
     legend = f"green: equal; red: differs, deeper the more; a frame: the first that differs{left_out}"
-    parts.append(text(16, bottom + 22, legend, SMALL))
+    parts.append(elements.text(16, bottom + 22, legend, SMALL))
     width = max(
         _LEFT + len(table) * (panel + _PANEL_GAP),
-        24 + LETTER * max(len(legend), *(min(120, len(each)) for each in words)),
+        24 + elements.LETTER * max(len(legend), *(min(120, len(each)) for each in words)),
     )
-    return document(title, width, bottom + _FOOT, parts)
+    return elements.document(title, width, bottom + _FOOT, parts)
 
 
 def _ranks(ranks: int, left: float, cell: float) -> Iterator[str]:
     every = max(1, math.ceil(18 / cell))  # so that numbers do not touch
     for rank in range(0, ranks, every):
-        yield text(left + (rank + 0.5) * cell, _TOP - 6, str(rank), f"{MIDDLE} {SMALL}")
+        yield elements.text(left + (rank + 0.5) * cell, _TOP - 6, str(rank), f"{MIDDLE} {SMALL}")
 
 
 def _cells(
@@ -99,4 +90,4 @@ def _cells(
         opacity, colour = (0.35, _EQUAL) if rel <= tolerance else (0.3 + 0.7 * share, _DIFFERENT)
         tip = f"{module}, {direction}, rank {rank}: {rel:.1e}"
         style = f"fill='{colour}' fill-opacity='{opacity:.2f}' class='cell'"
-        yield box(left + rank * cell + 0.5, y + 1, cell - 1, _ROW - 2, style, tip)
+        yield elements.box(left + rank * cell + 0.5, y + 1, cell - 1, _ROW - 2, style, tip)

@@ -8,24 +8,8 @@ import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import groupby
 
-from phalanx.pictures.elements import (
-    BOLD,
-    COLOURS,
-    END,
-    MIDDLE,
-    NEUTRAL,
-    ON_CELL,
-    SMALL,
-    Scale,
-    across,
-    box,
-    document,
-    heading,
-    rule,
-    shortened,
-    text,
-    ticks,
-)
+from phalanx.pictures import elements
+from phalanx.pictures.elements import BOLD, COLOURS, END, MIDDLE, NEUTRAL, ON_CELL, SMALL
 
 MOST_ROWS = 64
 """Ranks that are drawn; of more, these are spread evenly."""
@@ -66,7 +50,7 @@ def heat_map(
     else:
         high = max(high, low * _LEAST_RANGE)
     cell = _SIDE / len(places)
-    parts = [heading(16, 24, title), *_legend(low, high, shown, unit, more_is_better)]
+    parts = [elements.heading(16, 24, title), *_legend(low, high, shown, unit, more_is_better)]
     for row, a in enumerate(places):
         for column, b in enumerate(places):
             value = values[a][b]
@@ -77,18 +61,18 @@ def heat_map(
             style = f"fill='{COLOURS[0]}' fill-opacity='{depth:.2f}' class='cell'"
             x, y = _LEFT + column * cell, _TOP + row * cell
             tip = f"{names[a]} → {names[b]} ({hosts[a]} → {hosts[b]}): {shown(value)} {unit}"
-            parts.append(box(x + 0.5, y + 0.5, cell - 1, cell - 1, style, tip))
+            parts.append(elements.box(x + 0.5, y + 0.5, cell - 1, cell - 1, style, tip))
             if len(places) <= NUMBERED_ROWS:
                 place = f"{MIDDLE} {SMALL} {BOLD} {ON_CELL}"
-                parts.append(text(x + cell / 2, y + cell / 2 + 4, shown(value), place))
+                parts.append(elements.text(x + cell / 2, y + cell / 2 + 4, shown(value), place))
     rows = {names[place]: row for row, place in enumerate(places)}
     for a, b in slow:
         if a in rows and b in rows:
             x, y = _LEFT + rows[b] * cell, _TOP + rows[a] * cell
             frame = f"fill='none' stroke='{COLOURS[1]}' stroke-width='2' class='slow'"
-            parts.append(box(x + 1, y + 1, cell - 2, cell - 2, frame))
+            parts.append(elements.box(x + 1, y + 1, cell - 2, cell - 2, frame))
     parts += _labels([(names[place], hosts[place]) for place in places], cell)
-    return document(title, _LEFT + _SIDE + _RIGHT, _TOP + _SIDE + _BOTTOM, parts)
+    return elements.document(title, _LEFT + _SIDE + _RIGHT, _TOP + _SIDE + _BOTTOM, parts)
 
 
 def drawn_places(count: int) -> list[int]:
@@ -104,9 +88,9 @@ def _legend(low: float, high: float, shown: Callable[[float], str], unit: str, m
     left = _LEFT + len(shown(worst)) * _LETTER + 6
     for step in range(steps):
         style = f"fill='{COLOURS[0]}' fill-opacity='{_FAINT + (1 - _FAINT) * step / (steps - 1):.2f}'"
-        yield box(left + step * wide / steps, 38, wide / steps, 10, style)
-    yield text(left - 6, 47, shown(worst), f"{END} {SMALL}")
-    yield text(left + wide + 6, 47, f"{shown(best)} {unit}", SMALL)
+        yield elements.box(left + step * wide / steps, 38, wide / steps, 10, style)
+    yield elements.text(left - 6, 47, shown(worst), f"{END} {SMALL}")
+    yield elements.text(left + wide + 6, 47, f"{shown(best)} {unit}", SMALL)
 
 
 def _labels(rows: Sequence[tuple[int, str]], cell: float) -> Iterator[str]:
@@ -115,21 +99,21 @@ def _labels(rows: Sequence[tuple[int, str]], cell: float) -> Iterator[str]:
     for at, (rank, host) in enumerate(rows):
         middle = (at + 0.5) * cell
         if at % every == 0:
-            yield text(_LEFT + middle, _TOP - 6, str(rank), f"{MIDDLE} {SMALL}")
-            yield text(_LEFT - 6, _TOP + middle + 4, str(rank), f"{END} {SMALL}")
+            yield elements.text(_LEFT + middle, _TOP - 6, str(rank), f"{MIDDLE} {SMALL}")
+            yield elements.text(_LEFT - 6, _TOP + middle + 4, str(rank), f"{END} {SMALL}")
         if at and rows[at - 1][1] != host:
-            yield rule(_LEFT + at * cell, _TOP, _LEFT + at * cell, _TOP + _SIDE)
-            yield rule(_LEFT, _TOP + at * cell, _LEFT + _SIDE, _TOP + at * cell)
-    yield text(_LEFT, _TOP - 22, "receiver", SMALL)
-    yield text(20, _TOP + 10, "sender", SMALL)
+            yield elements.rule(_LEFT + at * cell, _TOP, _LEFT + at * cell, _TOP + _SIDE)
+            yield elements.rule(_LEFT, _TOP + at * cell, _LEFT + _SIDE, _TOP + at * cell)
+    yield elements.text(_LEFT, _TOP - 22, "receiver", SMALL)
+    yield elements.text(20, _TOP + 10, "sender", SMALL)
     at = 0
     for host, run in groupby(host for _, host in rows):
         first, count = at, len([*run])
         at += count
         if (letters := int(count * cell / _LETTER)) >= 4:
             middle = _LEFT + first * cell + count * cell / 2
-            yield text(middle, _TOP + _SIDE + 18, shortened(host, letters), f"{MIDDLE} {SMALL}")
-    yield text(_LEFT, _TOP + _SIDE + 44, "a stronger colour is better; a red frame marks a slow pair", SMALL)
+            yield elements.text(middle, _TOP + _SIDE + 18, elements.shortened(host, letters), f"{MIDDLE} {SMALL}")
+    yield elements.text(_LEFT, _TOP + _SIDE + 44, "a stronger colour is better; a red frame marks a slow pair", SMALL)
 
 
 MOST_HISTOGRAMS = 32
@@ -150,7 +134,7 @@ def histograms(title: str, unit: str, rows: Mapping[str, Sequence[float]], marke
     if high <= low:
         low, high = low * 0.95 - 1e-12, high * 1.05 + 1e-12
     room = (high - low) * 0.04
-    scale = Scale(max(0.0, low - room), high + room, left, left + width)
+    scale = elements.Scale(max(0.0, low - room), high + room, left, left + width)
     medians = {name: statistics.median(values) for name, values in rows.items() if values}
     slowest = sorted(medians, key=lambda name: -medians[name])[:MOST_HISTOGRAMS]
     shown = [name for name in rows if name in slowest]
@@ -158,31 +142,31 @@ def histograms(title: str, unit: str, rows: Mapping[str, Sequence[float]], marke
     note = f"{left_out} faster ranks are not drawn" if left_out else "one row per rank; the upright mark is its median"
     bottom = top + len(shown) * each
     parts = [
-        heading(16, 24, title),
-        text(16, 44, note),
-        *across(scale, [(tick, f"{tick:g}") for tick in ticks(scale.low, scale.high)], top, bottom),
-        text(left + width / 2, bottom + 40, unit, MIDDLE),
+        elements.heading(16, 24, title),
+        elements.text(16, 44, note),
+        *elements.across(scale, [(tick, f"{tick:g}") for tick in elements.ticks(scale.low, scale.high)], top, bottom),
+        elements.text(left + width / 2, bottom + 40, unit, MIDDLE),
     ]
     for number, name in enumerate(shown):
         colour = COLOURS[1] if name in marked else COLOURS[0]
         parts += _histogram(top + (number + 1) * each - 4, name, rows[name], medians[name], scale, colour)
-    return document(title, left + width + right, bottom + foot, parts)
+    return elements.document(title, left + width + right, bottom + foot, parts)
 
 
 def _histogram(
-    foot: float, name: str, values: Sequence[float], median: float, scale: Scale, colour: str, bins: int = 40
+    foot: float, name: str, values: Sequence[float], median: float, scale: elements.Scale, colour: str, bins: int = 40
 ) -> Iterator[str]:
     counts, high = [0] * bins, 22
     for value in values:
         counts[min(bins - 1, max(0, int((value - scale.low) / (scale.high - scale.low) * bins)))] += 1
     width = (scale.end - scale.start) / bins
-    yield text(scale.start - 8, foot - 4, shortened(name, 26), END)
-    yield rule(scale.start, foot, scale.end, foot, "stroke-opacity='.4'")
+    yield elements.text(scale.start - 8, foot - 4, elements.shortened(name, 26), END)
+    yield elements.rule(scale.start, foot, scale.end, foot, "stroke-opacity='.4'")
     for at, count in enumerate(counts):
         if count:
             height, tip = high * count / max(counts), f"{name}: {count} of {len(values)}"
-            yield box(scale.start + at * width, foot - height, width - 1, height, f"fill='{colour}'", tip)
+            yield elements.box(scale.start + at * width, foot - height, width - 1, height, f"fill='{colour}'", tip)
     x = min(scale.end, max(scale.start, scale(median)))
     mark = f"M{x:.1f} {foot - high - 2:.1f}V{foot + 2:.1f}"
     yield f"<path class='median' d='{mark}' stroke='{NEUTRAL}' stroke-width='2'/>"
-    yield text(scale.end + 8, foot - 4, f"{median:.3g}")
+    yield elements.text(scale.end + 8, foot - 4, f"{median:.3g}")

@@ -6,24 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 from itertools import groupby
 
-from phalanx.pictures.elements import (
-    COLOURS,
-    DASHES,
-    MIDDLE,
-    NEUTRAL,
-    ON_CELL,
-    SMALL,
-    Scale,
-    axes,
-    box,
-    circle,
-    document,
-    fill_of,
-    heading,
-    shortened,
-    text,
-    ticks,
-)  # fmt: skip
+from phalanx.pictures import elements
+from phalanx.pictures.elements import COLOURS, DASHES, MIDDLE, NEUTRAL, ON_CELL, SMALL
 from phalanx.units import gib
 
 WIDTH, LEFT, TOP, PLOT, BAND = 880, 64, 76, 260, 18
@@ -45,11 +29,16 @@ def memory_svg(title: str, moments: Moments, limit: float = 0.0, beside: str = "
     places = range(len(drawn))
     most = max(map(_total, drawn))
     shows_limit = 0 < limit <= 3 * most
-    x = Scale(0, max(1, len(drawn) - 1), LEFT, WIDTH - 24)
-    y = Scale(0, 1.08 * max(most, limit if shows_limit else 0), TOP + PLOT, TOP)
+    x = elements.Scale(0, max(1, len(drawn) - 1), LEFT, WIDTH - 24)
+    y = elements.Scale(0, 1.08 * max(most, limit if shows_limit else 0), TOP + PLOT, TOP)
     unit = next(power for power in (2**40, 2**30, 2**20, 2**10, 1) if y.high >= power)
-    marks = [(mark * unit, gib(round(mark * unit))) for mark in ticks(0, y.high / unit)]
-    parts = [heading(LEFT, 20, title), text(LEFT, 37, beside, SMALL), *axes(x, y, [], marks, "", ""), *_legend(drawn)]
+    marks = [(mark * unit, gib(round(mark * unit))) for mark in elements.ticks(0, y.high / unit)]
+    parts = [
+        elements.heading(LEFT, 20, title),
+        elements.text(LEFT, 37, beside, SMALL),
+        *elements.axes(x, y, [], marks, "", ""),
+        *_legend(drawn),
+    ]
     base = [0.0] * len(drawn)
     for number, name in enumerate(_names(drawn)):
         above = [low + moment[name] for low, (moment, _) in zip(base, drawn, strict=True)]
@@ -59,15 +48,15 @@ def memory_svg(title: str, moments: Moments, limit: float = 0.0, beside: str = "
         parts.append(f"<polygon points='{path}' fill='{COLOURS[number]}'><title>{escape(tip)}</title></polygon>")
         base = above
     fullest = max(places, key=lambda at: _total(drawn[at]))
-    parts.append(circle(x(fullest), y(most), 4, f"fill='none' stroke='{NEUTRAL}' stroke-width='2'"))
+    parts.append(elements.circle(x(fullest), y(most), 4, f"fill='none' stroke='{NEUTRAL}' stroke-width='2'"))
     anchor = "text-anchor='end'" if fullest > len(drawn) / 2 else ""
-    parts.append(text(x(fullest) + (-8 if anchor else 8), y(most) - 6, f"{gib(round(most))}", anchor))
+    parts.append(elements.text(x(fullest) + (-8 if anchor else 8), y(most) - 6, f"{gib(round(most))}", anchor))
     if shows_limit:
         parts.append(f"<line x1='{LEFT}' x2='{WIDTH - 24}' y1='{y(limit):.1f}' y2='{y(limit):.1f}' {DASHES}/>")
-        parts.append(text(LEFT + 6, y(limit) - 5, f"the device has {gib(round(limit))}", SMALL))
+        parts.append(elements.text(LEFT + 6, y(limit) - 5, f"the device has {gib(round(limit))}", SMALL))
     parts += _phases(drawn, x, TOP + PLOT + 6)
-    parts.append(text((LEFT + WIDTH) / 2, TOP + PLOT + BAND + 28, "changes of memory, in order", MIDDLE))
-    return document(title, WIDTH, TOP + PLOT + BAND + 44, parts)
+    parts.append(elements.text((LEFT + WIDTH) / 2, TOP + PLOT + BAND + 28, "changes of memory, in order", MIDDLE))
+    return elements.document(title, WIDTH, TOP + PLOT + BAND + 44, parts)
 
 
 def _total(moment: tuple[Mapping[str, int], str]) -> int:
@@ -81,20 +70,22 @@ def _names(drawn: Moments) -> list[str]:
 def _legend(drawn: Moments) -> Iterator[str]:
     at = float(LEFT)
     for number, name in enumerate(_names(drawn)):
-        yield box(at, 46, 12, 12, fill_of(COLOURS[number]))
-        yield text(at + 18, 56, name)
+        yield elements.box(at, 46, 12, 12, elements.fill_of(COLOURS[number]))
+        yield elements.text(at + 18, 56, name)
         at += 40 + 7 * len(name)
 
 
-def _phases(drawn: Moments, x: Scale, top: float) -> Iterator[str]:
+def _phases(drawn: Moments, x: elements.Scale, top: float) -> Iterator[str]:
     """Yields a band per phase."""
     at = 0
     for phase, run in groupby(drawn, key=lambda moment: moment[1]):
         length = len(list(run))
         start, end = x(max(0.0, at - 0.5)), x(min(at + length - 0.5, len(drawn) - 1))
-        yield box(
+        yield elements.box(
             start, top, max(0.8, end - start), BAND, f"fill='{NEUTRAL}' fill-opacity='{0.45 if at % 2 else 0.3}'", phase
         )
         if (room := int((end - start) / 6.6)) >= min(len(phase), 8):
-            yield text((start + end) / 2, top + 13, shortened(phase, room), f"{MIDDLE} {SMALL} {ON_CELL}")
+            yield elements.text(
+                (start + end) / 2, top + 13, elements.shortened(phase, room), f"{MIDDLE} {SMALL} {ON_CELL}"
+            )
         at += length

@@ -9,24 +9,8 @@ from math import ceil, floor, log2
 from phalanx.config.cluster import Cluster
 from phalanx.cost import fit
 from phalanx.cost.fit import AttentionTiming, FitRow, ProductTiming, StreamTiming, Transfer
-from phalanx.pictures.elements import (
-    BOLD,
-    COLOURS,
-    MIDDLE,
-    NEUTRAL,
-    SMALL,
-    Scale,
-    axes,
-    binary,
-    circle,
-    document,
-    heading,
-    log_ticks,
-    polyline,
-    short,
-    text,
-    ticks,
-)
+from phalanx.pictures import elements
+from phalanx.pictures.elements import BOLD, MIDDLE, NEUTRAL
 
 Points = Sequence[tuple[float, float]]
 
@@ -56,17 +40,17 @@ def panels_svg(title: str, panels: Sequence[Panel]) -> str:
     panel, and linear panels of the same quantity have the same y axis. Raises ValueError for an empty panel."""
     width, height, left, right, top, bottom = 400, 260, 64, 24, 72, 52
     names = dict.fromkeys(name for panel in panels for name in panel.lines)
-    colours = {name: COLOURS[number % len(COLOURS)] for number, name in enumerate(names)}
-    parts, at = [heading(16, 22, title)], 16.0
+    colours = {name: elements.COLOURS[number % len(elements.COLOURS)] for number, name in enumerate(names)}
+    parts, at = [elements.heading(16, 22, title)], 16.0
     for name, colour in colours.items():
         parts.append(f"<line x1='{at:g}' y1='38' x2='{at + 18:g}' y2='38' stroke='{colour}' stroke-width='3'/>")
-        parts.append(text(at + 24, 42, name))
+        parts.append(elements.text(at + 24, 42, name))
         at += 44 + 7 * len(name)
     for number, panel in enumerate(panels):
         parts.append(f"<g class='panel' transform='translate({number * (left + width + right) + left} {top})'>")
         beside = [each for each in panels if each.y == panel.y and not (each.log or panel.log)]
         parts += [*_plot(panel, width, height, -12, colours, beside), "</g>"]
-    return document(title, (left + width + right) * len(panels), top + height + bottom, parts)
+    return elements.document(title, (left + width + right) * len(panels), top + height + bottom, parts)
 
 
 def _points(panel: Panel) -> list[tuple[float, float]]:
@@ -84,29 +68,31 @@ def _plot(
     points = _points(panel)
     if not points:
         raise ValueError(f"panel {panel.title!r} has no points")
-    x = Scale.over([x for x, _ in points], 0, width, panel.log > 0)
-    y = Scale.over([y for each in same_y or [panel] for _, y in _points(each)], height, 0, panel.log > 0)
-    yield text(width / 2, title_at, panel.title, f"{MIDDLE} {BOLD}")
+    x = elements.Scale.over([x for x, _ in points], 0, width, panel.log > 0)
+    y = elements.Scale.over([y for each in same_y or [panel] for _, y in _points(each)], height, 0, panel.log > 0)
+    yield elements.text(width / 2, title_at, panel.title, f"{MIDDLE} {BOLD}")
     if panel.log:
-        x_marks = [(value, binary(value)) for value in _powers_of_two(x)] if panel.log == 2 else _log_marks(x)
-        yield from axes(x, y, x_marks, _log_marks(y), panel.x, panel.y)
+        x_marks = [(value, elements.binary(value)) for value in _powers_of_two(x)] if panel.log == 2 else _log_marks(x)
+        yield from elements.axes(x, y, x_marks, _log_marks(y), panel.x, panel.y)
     else:
-        x_marks, y_marks = ([(value, f"{value:g}") for value in ticks(scale.low, scale.high)] for scale in (x, y))
-        yield from axes(x, y, panel.x_marks or x_marks, y_marks, panel.x, panel.y)
+        x_marks, y_marks = (
+            [(value, f"{value:g}") for value in elements.ticks(scale.low, scale.high)] for scale in (x, y)
+        )
+        yield from elements.axes(x, y, panel.x_marks or x_marks, y_marks, panel.x, panel.y)
     pale = " stroke-opacity='.75'" if panel.dots else ""
     for name, line in panel.lines.items():
-        yield polyline([(x(a), y(b)) for a, b in line], f"stroke='{colours[name]}' stroke-width='2'{pale}")
+        yield elements.polyline([(x(a), y(b)) for a, b in line], f"stroke='{colours[name]}' stroke-width='2'{pale}")
         for a, b in panel.dots.get(name, ()):
-            yield circle(x(a), y(b), 3.5, f"fill='{colours[name]}' class='measured'")
+            yield elements.circle(x(a), y(b), 3.5, f"fill='{colours[name]}' class='measured'")
     for name, (a, b) in panel.marks.items():
-        yield circle(x(a), y(b), 4, f"fill='{colours[name]}'")
+        yield elements.circle(x(a), y(b), 4, f"fill='{colours[name]}'")
 
 
-def _log_marks(scale: Scale) -> list[tuple[float, str]]:
-    return [(value, short(value)) for value in log_ticks(scale.low, scale.high, 6)]
+def _log_marks(scale: elements.Scale) -> list[tuple[float, str]]:
+    return [(value, elements.short(value)) for value in elements.log_ticks(scale.low, scale.high, 6)]
 
 
-def _powers_of_two(scale: Scale, most: int = 5) -> list[float]:
+def _powers_of_two(scale: elements.Scale, most: int = 5) -> list[float]:
     first, last = ceil(log2(scale.low) - 1e-9), floor(log2(scale.high) + 1e-9)
     return [2.0**power for power in range(first, last + 1, max(1, ceil((last - first + 1) / most)))]
 
@@ -200,18 +186,23 @@ def _fit_svg(title: str, panels: Sequence[Panel], columns: int) -> str:
     top = 32 + line * max((len(panel.lines) + 1) // 2 for panel in panels)
     wide, high = left + width + right, top + height + 48
     parts = [
-        heading(16, 24, title),
-        circle(20, 42, 3.5, f"fill='{NEUTRAL}'"),
-        text(30, 46, "measured"),
+        elements.heading(16, 24, title),
+        elements.circle(20, 42, 3.5, f"fill='{NEUTRAL}'"),
+        elements.text(30, 46, "measured"),
         f"<line x1='104' y1='42' x2='128' y2='42' stroke='{NEUTRAL}' stroke-width='2'/>",
-        text(134, 46, "fitted"),
+        elements.text(134, 46, "fitted"),
     ]
     for number, panel in enumerate(panels):
         x, y = number % columns * wide + left, header + number // columns * high + top
-        colours = dict(zip(panel.lines, COLOURS, strict=False))
+        colours = dict(zip(panel.lines, elements.COLOURS, strict=False))
         parts += [f"<g class='panel' transform='translate({x} {y})'>", *_plot(panel, width, height, 16 - top, colours)]
         for place, (name, colour) in enumerate(colours.items()):
             at, down = place % 2 * width / 2, 16 - top + line * (place // 2 + 1) + 3
-            parts += [circle(at + 5, down - 4, 3.5, f"fill='{colour}'"), text(at + 14, down, name, SMALL)]
+            parts += [
+                elements.circle(at + 5, down - 4, 3.5, f"fill='{colour}'"),
+                elements.text(at + 14, down, name, elements.SMALL),
+            ]
         parts.append("</g>")
-    return document(title, wide * min(columns, len(panels)), header + high * ceil(len(panels) / columns), parts)
+    return elements.document(
+        title, wide * min(columns, len(panels)), header + high * ceil(len(panels) / columns), parts
+    )

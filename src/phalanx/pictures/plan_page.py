@@ -14,29 +14,8 @@ import yaml
 from phalanx.config.fields import short_names
 from phalanx.config.layout import Layout
 from phalanx.cost.breakdown import duration
-from phalanx.pictures.elements import (
-    BOLD,
-    COLOURS,
-    DASHES,
-    LETTER,
-    MIDDLE,
-    NEUTRAL,
-    SMALL,
-    Scale,
-    axes,
-    box,
-    circle,
-    document,
-    group,
-    heading,
-    limit_line,
-    log_ticks,
-    rule,
-    seconds,
-    shortened,
-    text,
-    ticks,
-)
+from phalanx.pictures import elements
+from phalanx.pictures.elements import BOLD, DASHES, MIDDLE, NEUTRAL, SMALL, seconds
 from phalanx.pictures.page import Html, bar, bars, figure, figures, html_page, list_of, section, table
 from phalanx.pictures.prediction import memory_fill, time_fill
 from phalanx.plan.page import (
@@ -254,39 +233,45 @@ def _stacked(
 ) -> str:
     """Rows of stacked bars over one axis in `unit`, with a line at `limit` unless it is 0."""
     longest = max([limit, *(max(row.mark, sum(size for _, size in row.parts)) for row in rows)])
-    scale = Scale(0, 1.02 * longest, _LEFT, _RIGHT)
+    scale = elements.Scale(0, 1.02 * longest, _LEFT, _RIGHT)
     bottom = _TOP + len(rows) * _ROW + 4
-    parts = [text(_LEFT, 18, title, f"font-size='14' {BOLD}")]
-    for tick in ticks(0, longest / unit):
+    parts = [elements.text(_LEFT, 18, title, f"font-size='14' {BOLD}")]
+    for tick in elements.ticks(0, longest / unit):
         x = scale(tick * unit)
-        parts.append(rule(x, _TOP, x, bottom, "stroke-opacity='.2'"))
-        parts.append(text(x, bottom + 15, f"{tick:g}", f"text-anchor='{'middle' if tick else 'start'}'"))
+        parts.append(elements.rule(x, _TOP, x, bottom, "stroke-opacity='.2'"))
+        parts.append(elements.text(x, bottom + 15, f"{tick:g}", f"text-anchor='{'middle' if tick else 'start'}'"))
     for number, row in enumerate(rows):
-        parts += group("row", _stack(row, _TOP + number * _ROW, scale, fill, shown))
+        parts += elements.group("row", _stack(row, _TOP + number * _ROW, scale, fill, shown))
     if limit:
         for number in range(len(rows)):  # at the bars only: it must not strike labels out
             y = _TOP + number * _ROW + 16
-            parts.append(limit_line(scale(limit), y, scale(limit), y + _BAR + 4))
+            parts.append(elements.limit_line(scale(limit), y, scale(limit), y + _BAR + 4))
     keys, y = _keys(rows, fill, longest, bottom + 38)
-    parts += [*keys, text(_LEFT, y + 22, foot, SMALL)]
-    return document(title, _WIDTH, y + 34, parts)
+    parts += [*keys, elements.text(_LEFT, y + 22, foot, SMALL)]
+    return elements.document(title, _WIDTH, y + 34, parts)
 
 
 def _stack(
-    row: _LayoutRow, top: float, scale: Scale, fill: Callable[[str], str], shown: Callable[[float], str]
+    row: _LayoutRow, top: float, scale: elements.Scale, fill: Callable[[str], str], shown: Callable[[float], str]
 ) -> Iterator[str]:
     """Yields the label, the text at the end, and below them the bar."""
     yield f"<title>{escape(row.label)}</title>"
-    yield text(_LEFT, top + 13, shortened(row.label, int((_WIDTH - 2 * _LEFT) / LETTER)), SMALL)
-    yield text(_RIGHT + 8, top + 30, row.whole, f"{SMALL} {BOLD}")
+    yield elements.text(
+        _LEFT, top + 13, elements.shortened(row.label, int((_WIDTH - 2 * _LEFT) / elements.LETTER)), SMALL
+    )
+    yield elements.text(_RIGHT + 8, top + 30, row.whole, f"{SMALL} {BOLD}")
     done, whole = 0.0, sum(size for _, size in row.parts)
     for name, size in row.parts:
         if size > 0:
             width = scale(size) - _LEFT
-            yield box(scale(done), top + 18, width, _BAR, fill(name), f"{name}: {shown(size)}, {size / whole:.1%}")
+            yield elements.box(
+                scale(done), top + 18, width, _BAR, fill(name), f"{name}: {shown(size)}, {size / whole:.1%}"
+            )
         done += size
     if row.mark:
-        yield rule(scale(row.mark), top + 15, scale(row.mark), top + 21 + _BAR, "class='mark' stroke-width='2.5'")
+        yield elements.rule(
+            scale(row.mark), top + 15, scale(row.mark), top + 21 + _BAR, "class='mark' stroke-width='2.5'"
+        )
 
 
 def _keys(rows: Sequence[_LayoutRow], fill: Callable[[str], str], longest: float, y: float) -> tuple[list[str], float]:
@@ -300,7 +285,7 @@ def _keys(rows: Sequence[_LayoutRow], fill: Callable[[str], str], longest: float
         width = 32 + 7.2 * len(name)
         if x + width > _WIDTH:
             x, y = float(_LEFT), y + 20
-        drawn += [box(x, y - 10, 12, 12, fill(name)), text(x + 17, y, name)]
+        drawn += [elements.box(x, y - 10, 12, 12, fill(name)), elements.text(x + 17, y, name)]
         x += width
     return drawn, y
 
@@ -326,36 +311,39 @@ def space_picture(plan: Plan) -> str:
     most = ABOVE * limit if limit and plan.best else math.inf
     points = [point for point in plan.points if point.peak <= most]
     places = [(x, y) for x, y in places if y <= most] or places
-    x = Scale.over([x for x, _ in places], left, right, log=True)
-    y = Scale.over([*([limit] if limit else []), *(y for _, y in places)], bottom, top, log=True)
-    x_marks = [(tick, seconds(tick)) for tick in log_ticks(x.low, x.high)]
-    y_marks = [(tick * 2**30, f"{tick:g}") for tick in log_ticks(y.low / 2**30, y.high / 2**30)]
-    colours = _colours(points)
+    x = elements.Scale.over([x for x, _ in places], left, right, log=True)
+    y = elements.Scale.over([*([limit] if limit else []), *(y for _, y in places)], bottom, top, log=True)
+    x_marks = [(tick, seconds(tick)) for tick in elements.log_ticks(x.low, x.high)]
+    y_marks = [(tick * 2**30, f"{tick:g}") for tick in elements.log_ticks(y.low / 2**30, y.high / 2**30)]
+    families = [family for family, _ in Counter(point.family for point in points).most_common()]
+    named = [family for family in families if family != _OTHERS]
+    found: dict[str, str] = dict(zip(named, elements.COLOURS, strict=False))
+    colours = found if len(found) == len(families) else {**found, _OTHERS: NEUTRAL}
     title, words = headline(plan), f"{len(points):,} of {plan.searched:,} layouts"
     if hidden := len(plan.points) - len(points):
         words += f"; {counted(hidden, 'other')} of the sample need more than {gib(most)}"
     parts = [
-        heading(left, 24, title),
-        text(left, 44, words),
-        *axes(x, y, x_marks, y_marks, "time of a step", "memory of the fullest device, GiB"),
-        *([limit_line(left, y(limit), right, y(limit))] if limit else []),
+        elements.heading(left, 24, title),
+        elements.text(left, 44, words),
+        *elements.axes(x, y, x_marks, y_marks, "time of a step", "memory of the fullest device, GiB"),
+        *([elements.limit_line(left, y(limit), right, y(limit))] if limit else []),
         # Layouts that fit are drawn over those that do not.
         *(_dot(point, x, y, colours) for point in sorted(points, key=lambda each: each.fits)),
         *_marks(plan, x, y, most),
         *_legend(plan, colours),
     ]
-    return document(title, width, height, parts)
+    return elements.document(title, width, height, parts)
 
 
-def _dot(point: SpacePoint, x: Scale, y: Scale, colours: dict[str, str]) -> str:
+def _dot(point: SpacePoint, x: elements.Scale, y: elements.Scale, colours: dict[str, str]) -> str:
     colour = colours.get(point.family, colours.get(_OTHERS, NEUTRAL))
     full, hollow = f"fill='{colour}' fill-opacity='.75'", f"fill='none' stroke='{colour}' stroke-opacity='.8'"
     fits = "" if point.fits else ", does not fit"
     tip = f"{point.line}\n{point.family}: {seconds(point.seconds)} per step, {gib(point.peak)}{fits}"
-    return circle(x(point.seconds), y(point.peak), 4, f"class='point' {full if point.fits else hollow}", tip)
+    return elements.circle(x(point.seconds), y(point.peak), 4, f"class='point' {full if point.fits else hollow}", tip)
 
 
-def _marks(plan: Plan, x: Scale, y: Scale, most: float) -> Iterator[str]:
+def _marks(plan: Plan, x: elements.Scale, y: elements.Scale, most: float) -> Iterator[str]:
     """Yields a ring around the best layout, or the one that needs least memory, and diamonds for alternatives."""
     for each in plan.alternatives:
         if each.candidate and each.candidate.prediction.fullest.peak <= most:
@@ -364,8 +352,8 @@ def _marks(plan: Plan, x: Scale, y: Scale, most: float) -> Iterator[str]:
     for best in plan.best[:1] or ([plan.nearest] if plan.nearest else []):
         at, up = x(best.seconds), y(best.prediction.fullest.peak)
         word = "best" if plan.best else "needs least"
-        yield circle(at, up, 8, _RING, f"{word}: {best.layout.line()}")
-        yield text(at, up - 14, word, f"{BOLD} {MIDDLE}")
+        yield elements.circle(at, up, 8, _RING, f"{word}: {best.layout.line()}")
+        yield elements.text(at, up - 14, word, f"{BOLD} {MIDDLE}")
 
 
 _RING = f"class='ring' fill='none' stroke='{NEUTRAL}' stroke-width='2.5'"
@@ -379,28 +367,20 @@ def _diamond(x: float, y: float, tip: str = "") -> str:
 def _legend(plan: Plan, colours: dict[str, str]) -> Iterator[str]:
     left, y = 876, 72
     for family, colour in colours.items():
-        yield circle(left + 6, y - 4, 4, f"fill='{colour}'")
-        yield text(left + 20, y, shortened(family, 40))
+        yield elements.circle(left + 6, y - 4, 4, f"fill='{colour}'")
+        yield elements.text(left + 20, y, elements.shortened(family, 40))
         y += 20
     y += 10
-    yield circle(left + 6, y - 4, 4, f"fill='none' stroke='{NEUTRAL}'")
-    yield text(left + 20, y, "hollow: does not fit")
+    yield elements.circle(left + 6, y - 4, 4, f"fill='none' stroke='{NEUTRAL}'")
+    yield elements.text(left + 20, y, "hollow: does not fit")
     if plan.best:
         y += 22
-        yield circle(left + 6, y - 4, 8, _RING)
-        yield text(left + 20, y, "the best")
+        yield elements.circle(left + 6, y - 4, 8, _RING)
+        yield elements.text(left + 20, y, "the best")
     if any(each.candidate for each in plan.alternatives):
         y += 22
         yield _diamond(left + 6, y - 4)
-        yield text(left + 20, y, "usual choices")
+        yield elements.text(left + 20, y, "usual choices")
     y += 22
     yield f"<line x1='{left - 2}' y1='{y - 4}' x2='{left + 14}' y2='{y - 4}' {DASHES}/>"
-    yield text(left + 20, y, f"memory per device: {gib(plan.request.cluster.accelerator.memory_gib * 2**30)}")
-
-
-def _colours(points: Sequence[SpacePoint]) -> dict[str, str]:
-    """Returns a colour per family, most frequent first; families beyond the number of colours are `others`."""
-    families = [family for family, _ in Counter(point.family for point in points).most_common()]
-    named = [family for family in families if family != _OTHERS]
-    found: dict[str, str] = dict(zip(named, COLOURS, strict=False))
-    return found if len(found) == len(families) else {**found, _OTHERS: NEUTRAL}
+    yield elements.text(left + 20, y, f"memory per device: {gib(plan.request.cluster.accelerator.memory_gib * 2**30)}")

@@ -25,18 +25,8 @@ from phalanx.cost.rank_memory import StepParts, needed_bytes, step_memory
 from phalanx.cost.rank_time import rank_time
 from phalanx.cost.spec import StepSpec
 from phalanx.errors import JobError
+from phalanx.partition import derived
 from phalanx.partition.cut import Floats, Places, cut_by
-from phalanx.partition.derived import (
-    MODES,
-    Mode,
-    is_offloaded,
-    legal_hpz,
-    legal_modes,
-    modes,
-    ranges,
-    with_modes,
-    written,
-)
 from phalanx.plan.branch import Found, Keep, Search, same_passes
 from phalanx.plan.plan import Candidate
 from phalanx.plan.simplicity import EQUAL, is_scattered
@@ -183,7 +173,7 @@ class BlockCosts:
 class PipelineRanks:
     """The pipeline ranks of a step with any layers; each block has one of the allowed recomputation modes."""
 
-    def __init__(self, spec: StepSpec, allowed: Sequence[Mode] = MODES, limit: float = 0.0):
+    def __init__(self, spec: StepSpec, allowed: Sequence[derived.Mode] = derived.MODES, limit: float = 0.0):
         self.spec, self.modes = spec, tuple(allowed)
         model = spec.model
         self.kinds = tuple(dict.fromkeys(block_kinds(model)))
@@ -215,7 +205,7 @@ class PipelineRanks:
         shards = shards_of(parameter_counts(self.spec.model, layout, [(kind, 1)], False, False), layout)
         state = step.state(shards)
         times = [rank_time(self._plain, Content(((kind, 1),), False, False)).total for kind in kinds]
-        stays = 0 if is_offloaded(layout, "activations") else 1
+        stays = 0 if derived.is_offloaded(layout, "activations") else 1
         return BlockCosts(tuple(times), tuple(part.kept * stays for part in parts), state.held + state.early(True))
 
     def calibrated(self, spec: StepSpec) -> bool:
@@ -234,7 +224,7 @@ class PipelineRanks:
 
     def _kinds(self, spec: StepSpec) -> list[Counter[tuple[int, int]]]:
         """Returns the blocks of each stage of a step, by the indices of their kind and mode."""
-        every = modes(written(spec.layout), spec.model.n_layers)
+        every = derived.modes(derived.written(spec.layout), spec.model.n_layers)
         return [
             Counter((self.of_layer[layer], self.modes.index(every[layer])) for layer in stage)
             for stage in stages_of_case(spec, self.stages)
@@ -346,7 +336,7 @@ def _best(ranks: PipelineRanks) -> tuple[range, ...]:
 
 def _moved(ranks: PipelineRanks, start: Sequence[range]) -> tuple[range, ...]:
     sizes = [len(stage) for stage in start]
-    counts = ranks.counts(ranges(sizes))
+    counts = ranks.counts(derived.ranges(sizes))
     seconds = [ranks.seconds(rank, ranks.held(rank, counts)) for rank in range(len(ranks.flights))]
     if max(seconds) == inf:
         return ()
@@ -362,8 +352,8 @@ def _moved(ranks: PipelineRanks, start: Sequence[range]) -> tuple[range, ...]:
         if moved is None:
             break
         sizes, seconds = moved
-        counts = ranks.counts(ranges(sizes))
-    return ranges(sizes)
+        counts = ranks.counts(derived.ranges(sizes))
+    return derived.ranges(sizes)
 
 
 def _moves(ranks: PipelineRanks, sizes: Sequence[int], slowest: int) -> Iterator[list[int]]:
@@ -383,7 +373,7 @@ def _seconds(
     ranks: PipelineRanks, sizes: Sequence[int], counts: Sequence[Counts], seconds: Sequence[float]
 ) -> list[float]:
     """Returns the seconds of every rank with new sizes; `counts` and `seconds` are those before."""
-    now = ranks.counts(ranges(sizes))
+    now = ranks.counts(derived.ranges(sizes))
     changed = {stage for stage, (one, other) in enumerate(zip(now, counts, strict=True)) if one != other}
     return [
         ranks.seconds(rank, ranks.held(rank, now)) if changed.intersection(flight.held) else before
@@ -511,8 +501,8 @@ def _refinements(request: PlanRequest, spec: StepSpec) -> Iterator[StepSpec]:
             yield same
     if not is_scattered(other.layout) or spec.layout.pp > 1:
         return
-    every = Counter[Mode](modes(other.layout.recompute_cut, spec.model.n_layers))
-    two: list[Mode] = sorted((mode for mode, _ in every.most_common(2)), key=MODES.index)
+    every = Counter[derived.Mode](derived.modes(other.layout.recompute_cut, spec.model.n_layers))
+    two: list[derived.Mode] = sorted((mode for mode, _ in every.most_common(2)), key=derived.MODES.index)
     leaner = request.spec(replace(spec.layout, recompute=two[1], recompute_cut=""))
     shorter = refinement(request, leaner, two)
     if shorter is not None:
@@ -520,7 +510,7 @@ def _refinements(request: PlanRequest, spec: StepSpec) -> Iterator[StepSpec]:
 
 
 def refinement(
-    request: PlanRequest, spec: StepSpec, allowed: Sequence[Mode] = (), *, cuts: bool = True
+    request: PlanRequest, spec: StepSpec, allowed: Sequence[derived.Mode] = (), *, cuts: bool = True
 ) -> StepSpec | None:
     """Returns the spec of a layout that fits, with another cut, another recomputation of its layers (of `allowed`, by
     default all modes) or both, whose slowest rank is faster; None if there is none. Without `cuts` the stages stay."""
@@ -531,9 +521,9 @@ def refinement(
     if not (cuts or mixes):
         return None
     every = (
-        tuple(allowed or legal_modes(spec.layout.tiles))
+        tuple(allowed or derived.legal_modes(spec.layout.tiles))
         if mixes
-        else tuple(dict.fromkeys(modes(written(layout), spec.model.n_layers)))
+        else tuple(dict.fromkeys(derived.modes(derived.written(layout), spec.model.n_layers)))
     )
     ranks = PipelineRanks(spec, every, request.limit)
     start = stages_of_case(spec, ranks.stages)
@@ -586,7 +576,7 @@ def _written(
     if not mixes:
         return layout
     counts = ranks.counts(stages)
-    every: list[Mode] = ["full"] * len(ranks.of_layer)
+    every: list[derived.Mode] = ["full"] * len(ranks.of_layer)
     for rank, flight in enumerate(ranks.flights):
         filling = ranks.filling(rank, ranks.held(rank, counts))
         if filling is None:
@@ -597,10 +587,10 @@ def _written(
                 if many:
                     layers = [layer for layer in stages[stage] if ranks.of_layer[layer] == kind]
                     _assign(every, layers, dict(zip(ranks.modes, next(numbers), strict=True)))
-    return with_modes(layout, every)
+    return derived.with_modes(layout, every)
 
 
-def _assign(every: list[Mode], layers: Sequence[int], numbers: dict[Mode, int]) -> None:
+def _assign(every: list[derived.Mode], layers: Sequence[int], numbers: dict[derived.Mode, int]) -> None:
     """Sets the modes of some layers. Those that recompute come first: the backward pass begins with the last, which
     free their activations before others need room to recompute."""
     place = 0
@@ -624,7 +614,7 @@ def with_second_copies(request: PlanRequest, candidates: Sequence[Candidate]) ->
     for candidate in crossing:
         # The most ranks of a node that can keep a copy together: fewer would need more memory.
         near = group(candidate.layout, "shard").near(candidate.spec.cluster.joined)
-        most = max(ranks for ranks in legal_hpz(candidate.layout) if ranks <= near)
+        most = max(ranks for ranks in derived.legal_hpz(candidate.layout) if ranks <= near)
         copied.append(replace(candidate.spec, layout=replace(candidate.layout, hpz=most)))
     return _faster(request, crossing, copied)
 
@@ -657,6 +647,6 @@ def _faster(request: PlanRequest, candidates: Sequence[Candidate], changed: Sequ
 def crosses_nodes(spec: StepSpec) -> bool:
     """Returns whether ZeRO-3 gathers parameters twice a step from ranks on several nodes."""
     layout, ranks = spec.layout, group(spec.layout, "shard")
-    if is_offloaded(layout, "parameters"):
+    if derived.is_offloaded(layout, "parameters"):
         return False  # the copy would be on the device
     return layout.zero == 3 and layout.reshard and ranks.ranks > ranks.near(spec.cluster.joined)

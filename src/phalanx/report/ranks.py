@@ -73,7 +73,10 @@ def read_nodes(logs: Path) -> NodeStates:
     """Returns the states of the newest attempt's ranks, in order. Files that cannot be read are left out."""
     ranks: dict[int, RankState] = {}
     messages: list[tuple[float, str]] = []
-    folder = _newest_attempt(logs)
+    numbers = []
+    with suppress(OSError):
+        numbers = [int(m[1]) for name in os.listdir(logs) if (m := re.fullmatch(r"attempt_(\d{1,6})", name))]
+    folder = logs / f"attempt_{max(numbers)}" if numbers else None
     for path in sorted(folder.glob(PATTERN)) if folder else ():
         with suppress(OSError, ValueError):
             document = read_json(path, _MOST_BYTES)
@@ -83,13 +86,6 @@ def read_nodes(logs: Path) -> NodeStates:
                 ranks[state.rank] = state
             messages += [_message(entry) for entry in field_of(document, "messages", list)]
     return NodeStates(tuple(ranks[rank] for rank in sorted(ranks)), tuple(sorted(messages)))
-
-
-def _newest_attempt(logs: Path) -> Path | None:
-    numbers = []
-    with suppress(OSError):
-        numbers = [int(m[1]) for name in os.listdir(logs) if (m := re.fullmatch(r"attempt_(\d{1,6})", name))]
-    return logs / f"attempt_{max(numbers)}" if numbers else None
 
 
 def _state(entry: Any, host: str, late: float) -> RankState:

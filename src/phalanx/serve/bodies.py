@@ -109,7 +109,15 @@ def read_body(content: bytes, wants: str, model: str) -> CompletionBody:
         raise ApiError(400, f"the body is not valid JSON: {error}") from error
     if not isinstance(body, dict):
         raise ApiError(400, "the body must be a JSON object")
-    _require_known(body, FIELDS[wants])
+    known = FIELDS[wants]
+    for name, value in body.items():
+        if name in NEUTRAL:
+            # False is none of the numbers: logprobs=0 asks for the probability of the chosen token.
+            if not any(value == each and isinstance(value, bool) is isinstance(each, bool) for each in NEUTRAL[name]):
+                raise ApiError(400, f"{name} is not supported by this server", param=name, code="unsupported_parameter")
+        elif name not in known | IGNORED:
+            hint = did_you_mean(name, sorted(known))
+            raise ApiError(400, f"unknown field {name[:100]!r}{hint}", param=name[:100], code="unknown_parameter")
     if body.get("model", model) != model:
         message = f"no model {str(body['model'])[:100]!r} here, only {model!r}"
         raise ApiError(404, message, param="model", code="model_not_found")
@@ -172,17 +180,6 @@ def sampling_of(body: CompletionBody, prompt: Sequence[int], seq_len: int, vocab
     return sampling
 
 
-def _require_known(body: Mapping[str, Any], known: set[str]) -> None:
-    for name, value in body.items():
-        if name in NEUTRAL:
-            # False is none of the numbers: logprobs=0 asks for the probability of the chosen token.
-            if not any(value == each and isinstance(value, bool) is isinstance(each, bool) for each in NEUTRAL[name]):
-                raise ApiError(400, f"{name} is not supported by this server", param=name, code="unsupported_parameter")
-        elif name not in known | IGNORED:
-            hint = did_you_mean(name, sorted(known))
-            raise ApiError(400, f"unknown field {name[:100]!r}{hint}", param=name[:100], code="unknown_parameter")
-
-
 def _prompts(prompt: Any) -> list[Any]:
     if isinstance(prompt, str) or (isinstance(prompt, list) and prompt and all(_is_token(each) for each in prompt)):
         return [prompt]
@@ -206,19 +203,15 @@ def _messages(messages: Any) -> list[dict[str, Any]]:
         where = f"messages[{number}]"
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise ApiError(400, f"{where} must be an object with a role and a content", param=where)
-        found.append({**message, "content": _content(message.get("content"), where)})
+        content = message.get("content")
+        parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
+        if not isinstance(parts, list):
+            raise ApiError(400, f"{where}.content must be a text or a list of parts", param=where)
+        for part in parts:
+            if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+                raise ApiError(400, f"{where}.content: only parts of type text are supported", param=where)
+        found.append({**message, "content": "".join(part["text"] for part in parts)})
     return found
-
-
-def _content(content: Any, where: str) -> str:
-    """Returns a message's text, which may come as a list of parts."""
-    parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
-    if not isinstance(parts, list):
-        raise ApiError(400, f"{where}.content must be a text or a list of parts", param=where)
-    for part in parts:
-        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-            raise ApiError(400, f"{where}.content: only parts of type text are supported", param=where)
-    return "".join(part["text"] for part in parts)
 
 
 def _stops(stop: Any) -> tuple[str, ...]:

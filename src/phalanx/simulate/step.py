@@ -15,20 +15,12 @@ from math import ceil
 from typing import Any
 
 from phalanx.config.layout import Layout
+from phalanx.cost import step_state
 from phalanx.cost.communication import boundary_seconds
 from phalanx.cost.exposed import bucket_messages
 from phalanx.cost.held import ParameterCounts, content_of, stages_of_case, table
 from phalanx.cost.rank_time import RankTime, held_by, rank_time
 from phalanx.cost.spec import StepSpec
-from phalanx.cost.step_state import (
-    HostWork,
-    StateSeconds,
-    duplicated_stages_seconds,
-    interference,
-    offloaded_work,
-    optimizer_seconds,
-    state_seconds,
-)
 from phalanx.errors import JobError
 from phalanx.partition.derived import gathers_parameters, is_file, schedule_of
 from phalanx.schedule import catalogue
@@ -112,7 +104,7 @@ class RankSeconds:
     """Seconds of the reduction of duplicated stages' gradients, after all these."""
     optimizer: float
     """Seconds of the optimizer, with exposed copies between device and host, and of state in files."""
-    host: HostWork | None
+    host: step_state.HostWork | None
     """The host's part of the step, if the optimizer is offloaded."""
     late_gather: float
     """Seconds of the all-gather of parameters after the optimizer, which nothing overlaps."""
@@ -175,8 +167,8 @@ def rank_seconds(spec: StepSpec, schedule: Schedule, rank: int, disturbance: Dis
         state[stage] = _state(spec, held, contents[stage].blocks, disturbance)
     zero3, overlaps = gathers_parameters(spec.layout), spec.framework.dp_overlaps
     whole = held_by(spec, content)
-    optimizer = optimizer_seconds(spec, whole, content)
-    host = offloaded_work(spec, whole, sum(durations["B"]), optimizer)
+    optimizer = step_state.optimizer_seconds(spec, whole, content)
+    host = step_state.offloaded_work(spec, whole, sum(durations["B"]), optimizer)
     late = sum(host.late) + host.late_files if host else 0.0
     optimizer = optimizer + late if host else optimizer * disturbance.device(rank)
     messages = bucket_messages(content.blocks)
@@ -190,11 +182,11 @@ def rank_seconds(spec: StepSpec, schedule: Schedule, rank: int, disturbance: Dis
         gather={} if after else {stage: seconds.gather for stage, seconds in state.items()},
         reduce={stage: seconds.reduce for stage, seconds in state.items()},
         blocks={stage: 1.0 if zero3 else contents[stage].blocks for stage in local_stages},
-        duplicated_stages=duplicated_stages_seconds(spec, whole) if duplicated else 0.0,
+        duplicated_stages=step_state.duplicated_stages_seconds(spec, whole) if duplicated else 0.0,
         optimizer=optimizer,
         host=host,
         late_gather=sum(seconds.gather for seconds in state.values()) if after else 0.0,
-        interference_factor=0.0 if zero3 else interference(spec, whole, messages),
+        interference_factor=0.0 if zero3 else step_state.interference(spec, whole, messages),
         reduces_after=after or zero3,
     )
 
@@ -215,16 +207,16 @@ def _disturbed(time: RankTime, disturbance: Disturbance) -> RankTime:
     return replace(slow, forward=time.forward * slow.device / time.device)
 
 
-def _state(spec: StepSpec, held: ParameterCounts, blocks: int, disturbance: Disturbance) -> StateSeconds:
+def _state(spec: StepSpec, held: ParameterCounts, blocks: int, disturbance: Disturbance) -> step_state.StateSeconds:
     """Returns the seconds of a stage's state collectives, once per step; with zero=3 those of its non-block parameters,
     because the others are in the passes."""
     messages = max(1, blocks) if gathers_parameters(spec.layout) else bucket_messages(blocks)
-    found = state_seconds(spec, held, messages)
+    found = step_state.state_seconds(spec, held, messages)
     factor = disturbance.axis("dp")
     if gathers_parameters(spec.layout):
         once = (found.gather + found.reduce) / messages
-        return StateSeconds(once * factor, reduce=once * factor)
-    return StateSeconds(found.gather * factor, reduce=found.reduce * factor)
+        return step_state.StateSeconds(once * factor, reduce=once * factor)
+    return step_state.StateSeconds(found.gather * factor, reduce=found.reduce * factor)
 
 
 SETTLED_PERIODS, SETTLED_MICRO_BATCHES = 3, 64

@@ -112,7 +112,7 @@ REWARD = Technique(
     problems=reward_problems,
 )
 REWARDS = ("exact", "number", "regex")
-"""The built-in rewards (generate/rewards.py)."""
+"""The built-in rewards (generate/rollouts.py)."""
 
 
 def policy_problems(job: Job) -> Iterator[Problem]:

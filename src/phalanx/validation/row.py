@@ -11,10 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
 from math import sqrt
-from pathlib import Path
 from typing import Any, Literal
-
-import yaml
 
 from phalanx.blocks.kinds import block_kinds, untrained
 from phalanx.blocks.parameters import (
@@ -31,6 +28,7 @@ from phalanx.config.job import Optimizer
 from phalanx.config.model import MLA, LoRA, Mamba, ModelConfig, MoE, SparseAttention
 from phalanx.config.precision import Products
 from phalanx.config.presets import PRESETS, gpt_kind, llama_kind
+from phalanx.config.values import yaml_data
 from phalanx.cost.frameworks import as_recipe, calibrated
 from phalanx.cost.spec import StepSpec, as_used_by
 from phalanx.errors import JobError
@@ -153,7 +151,7 @@ def shapes() -> dict[str, ModelConfig]:
     found |= {name: PRESETS[preset] for name, preset in short.items()}
     kinds = {"gpt": gpt, "llama": llama, "nemotron": _squared, "hybrid": _hybrid}
     parts: dict[str, Callable[..., Any]] = {"moe": _moe, "mla": _mla}
-    written = yaml.safe_load(Path(__file__).with_name("shapes.yaml").read_text(encoding="utf-8"))
+    written = yaml_data(__file__, "shapes.yaml")
     for name, (kind, *sizes) in written.items():
         more = sizes.pop() if isinstance(sizes[-1], dict) else {}
         more |= {field: part(*more[field]) for field, part in parts.items() if field in more}
@@ -482,7 +480,9 @@ def read(row: Mapping[str, str]) -> Reading:
     products = row_layout.products_of(cells, cluster, framework)
     if not found:
         raise JobError(cells.problems)
-    _check_size(cells, model)
+    given, counted = cells.number("n_params_b"), count(model) / 1e9
+    if given and abs(counted / given - 1) > SIZE_TOLERANCE:
+        cells.assume(f"n_params_b {given:g} is not counted: the shape has {counted:.3g} B parameters")
     layout, batch = found
     width = 4 if products == "fp32" else 2
     if cells.said("(?<![a-z])lora(?![a-z])"):
@@ -508,13 +508,6 @@ def read(row: Mapping[str, str]) -> Reading:
         raise JobError(cells.problems)
     spec = replace(reading.spec, given=not any(map(_FILLED_IN.match, cells.assumed)))
     return replace(reading, spec=spec, assumptions=tuple(cells.assumed), ignored=cells.ignored)
-
-
-def _check_size(cells: Cells, model: ModelConfig) -> None:
-    """Notes a number of parameters that is not the shape's."""
-    given, counted = cells.number("n_params_b"), count(model) / 1e9
-    if given and abs(counted / given - 1) > SIZE_TOLERANCE:
-        cells.assume(f"n_params_b {given:g} is not counted: the shape has {counted:.3g} B parameters")
 
 
 def _unmeasured(cells: Cells, spec: StepSpec, framework: str) -> Reading:

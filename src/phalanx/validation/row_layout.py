@@ -7,10 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache
 from math import gcd, prod
-from pathlib import Path
 from typing import Any, Literal
-
-import yaml
 
 from phalanx.blocks.operator import MemoryProfile
 from phalanx.blocks.parameters import count
@@ -20,6 +17,7 @@ from phalanx.config.clusters import ACCELERATORS, CLUSTERS, MACHINES, MEMORY_TOL
 from phalanx.config.layout import Layout, Recompute
 from phalanx.config.model import ModelConfig
 from phalanx.config.precision import Products
+from phalanx.config.values import yaml_data
 from phalanx.nearest import did_you_mean
 from phalanx.partition.derived import Batch
 from phalanx.registry import OWN
@@ -28,30 +26,10 @@ from phalanx.schedule import catalogue
 COLUMNS = (
     *("source", "row_id", "model_name", "n_params_b", "n_layers", "hidden", "ffn_hidden", "n_heads", "n_kv_heads"),
     *("vocab", "seq_len", "moe_experts", "moe_topk", "gpu", "n_gpus", "gpus_per_node", "network"),
-    *(
-        "dp",
-        "tp",
-        "pp",
-        "vpp",
-        "cp",
-        "ep",
-        "zero_stage",
-        "sequence_parallel",
-        "recompute",
-        "schedule",
-        "micro_batch",
-        "global_batch_seqs",
-    ),
-    *(
-        "precision",
-        "optimizer_state",
-        "tflops_per_gpu",
-        "mfu_pct",
-        "tokens_per_s_per_gpu",
-        "step_time_s",
-        "peak_mem_gb",
-        "notes",
-    ),
+    *("dp", "tp", "pp", "vpp", "cp", "ep", "zero_stage", "sequence_parallel", "recompute", "schedule"),
+    *("micro_batch", "global_batch_seqs"),
+    *("precision", "optimizer_state", "tflops_per_gpu", "mfu_pct", "tokens_per_s_per_gpu", "step_time_s"),
+    *("peak_mem_gb", "notes"),
 )
 """Columns with a meaning; a table may have any subset of them, and others."""
 
@@ -185,13 +163,13 @@ class Cells:
 @cache
 def sources() -> dict[str, Any]:
     """Returns the tables of sources.yaml."""
-    return yaml.safe_load(Path(__file__).with_name("sources.yaml").read_text(encoding="utf-8"))
+    return yaml_data(__file__, "sources.yaml")
 
 
 @cache
 def recipes() -> dict[str, Any]:
     """Returns the tables of recipes.yaml."""
-    return yaml.safe_load(Path(__file__).with_name("recipes.yaml").read_text(encoding="utf-8"))
+    return yaml_data(__file__, "recipes.yaml")
 
 
 _RELEASE = re.compile(r"\b(2[0-9]\.[0-9]{2}(?:\.[0-9]+)?)(?= nemo)|modelzoo|dgxc")
@@ -256,27 +234,13 @@ def as_set_up(layout: Layout, recipe: Mapping[str, Any], model: ModelConfig) -> 
 
 
 SHARDED = (
-    "fsdp1",
-    "torchtitan",
-    "torchtitan-compile",
-    "torchtitan-async",
-    "torchtitan-2025",
-    "kempnerforge",
-    "automodel",
-    "maxtext",
-    "deepspeed-zero3",
+    *("fsdp1", "torchtitan", "torchtitan-compile", "torchtitan-async", "torchtitan-2025", "kempnerforge"),
+    *("automodel", "maxtext", "deepspeed-zero3"),
 )
 """Frameworks that shard parameters by default."""
 MODERN = (
-    "nemo",
-    "nemo-2025",
-    "nemo-early-2026",
-    "mlperf",
-    "mlperf-2023",
-    "megatron-core",
-    "llama3",
-    "megascale",
-    "megatron",
+    *("nemo", "nemo-2025", "nemo-early-2026", "mlperf", "mlperf-2023", "megatron-core", "llama3"),
+    *("megascale", "megatron"),
 )
 """Megatron's relatives since 2022, whose tensor parallelism includes sequence parallelism by default."""
 DISTRIBUTED = (*MODERN, "megatron-deepspeed", "internlm")

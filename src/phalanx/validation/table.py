@@ -301,14 +301,10 @@ def _written(out: str) -> Iterator[TextIO | VisibleStream]:
     try:
         with open(handle, "w", encoding="utf-8", errors="surrogateescape", newline="") as file:
             yield file
-        os.chmod(name, 0o666 & ~_umask())
+        mask = os.umask(0)
+        os.umask(mask)
+        os.chmod(name, 0o666 & ~mask)
         os.replace(name, out)
     except BaseException:
         Path(name).unlink(missing_ok=True)
         raise
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask

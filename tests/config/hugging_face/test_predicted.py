@@ -14,7 +14,7 @@ import torch
 from phalanx.blocks.kinds import not_trained
 from phalanx.blocks.parameters import parameter_shapes
 from phalanx.config.hugging_face.config_json import READ, read
-from phalanx.config.hugging_face.predicted import PREDICTED, WITH_DELTAS
+from phalanx.config.hugging_face.families import PREDICTED, WITH_DELTAS
 from phalanx.config.presets import unknown
 from phalanx.errors import CheckpointError, JobError
 from phalanx.exchange.folder import open_folder

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from phalanx import bounded
-from phalanx.config.hugging_face.families import HARMLESS, NO_MTP, OWN_VALUES, REFUSED, ConfigFamily, by_type
-from phalanx.config.hugging_face.predicted import PREDICTED, TRAINED, TRAINED_FAMILIES
+from phalanx.config.hugging_face import families
+from phalanx.config.hugging_face.families import HARMLESS, READ, REFUSED, TRAINED, ConfigFamily
 from phalanx.config.hugging_face.terms import (
     ConfigReader,
     Fields,
@@ -124,17 +124,7 @@ _DROPOUT = (
     *("attention_dropout", "attn_pdrop", "embd_pdrop", "resid_pdrop", "hidden_dropout", "hidden_dropout_prob"),
     *("embedding_dropout", "attn_dropout", "residual_dropout"),
 )
-_TRAINING_ONLY = (
-    "preset",
-    "from_",
-    "ignore_config",
-    "seq_len",
-    "dropout",
-    "init_std",
-    "lora",
-)
-READ: Mapping[str, ConfigFamily] = {**TRAINED, **by_type(PREDICTED)}
-"""Every model type that is read, those that are predicted and not trained last."""
+_TRAINING_ONLY = ("preset", "from_", "ignore_config", "seq_len", "dropout", "init_std", "lora")
 _PARTS: dict[str, type[Any]] = {
     "query_growth": QueryGrowth,
     "moe": MoE,
@@ -169,7 +159,7 @@ class HuggingFaceModel:
             modules += 1
         if not modules:
             return self
-        notes = tuple(note for note in self.notes if note != NO_MTP)
+        notes = tuple(note for note in self.notes if note != families.NO_MTP)
         return replace(self, model=replace(self.model, n_layers=n + modules, mtp=modules), notes=notes)
 
     @property
@@ -223,7 +213,12 @@ def _read(values: Mapping[str, Any]) -> HuggingFaceModel:
     source = ConfigReader(values)
     classes, rewards = values.get("architectures"), False
     for name in classes if isinstance(classes, list) else ():
-        rewards |= _is_reward(name, values)
+        labels = values.get("id2label", values.get("num_labels", 2))
+        rewards |= (
+            isinstance(name, str)
+            and name.endswith("ForSequenceClassification")
+            and (len(labels) if isinstance(labels, dict) else labels) == 1
+        )
         if not isinstance(name, str):
             continue
         if not rewards and re.search("For(?!(CausalLM|ConditionalGeneration)$)[A-Z]|RewardModel", name):
@@ -268,24 +263,6 @@ WITHOUT_REWARD = ("olmoe", "granite", "granitemoehybrid", "minimax_m2", "glm4_mo
 """Model types whose models transformers has not for the classification of sequences."""
 
 
-def _is_reward(name: Any, values: Mapping[str, Any]) -> bool:
-    """Returns whether a class is that of a reward model: a classification of sequences with one label."""
-    labels = values.get("id2label", values.get("num_labels", 2))
-    return (
-        isinstance(name, str)
-        and name.endswith("ForSequenceClassification")
-        and (len(labels) if isinstance(labels, dict) else labels) == 1
-    )
-
-
-def _rewarding(family: ConfigFamily) -> Fields:
-    """Returns the fields of a reward model of a family."""
-    stem = re.split("For[A-Z]|LMHead|Model$", family.architecture)[0]
-    stem += "Text" if family.model_type == "gemma3_text" else ""
-    labels = {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}, "tie_word_embeddings": False}
-    return {"architectures": [f"{stem}ForSequenceClassification"], **labels}
-
-
 def _stem(architecture: str) -> str:
     """Returns the part of a class's name that says the kind: llama of LlamaForCausalLM and LlamaModel."""
     return re.split("For[A-Z]|LMHead|Model$", architecture)[0].casefold()
@@ -307,13 +284,16 @@ def write(model: ModelConfig, model_type: str = "") -> tuple[ConfigFamily, Field
     Raises JobError if no family does: it names the fields that the nearest one cannot express."""
     nearest: tuple[bool, list[str], str] | None = None
     main, modules = model.main, f"mtp {model.mtp} would be 0: it has no names for modules for further tokens"
-    for family in (TRAINED[model_type],) if model_type else TRAINED_FAMILIES:
+    for family in (TRAINED[model_type],) if model_type else families.TRAINED_FAMILIES:
         values = {"architectures": [family.architecture], "model_type": family.model_type}
         values |= written(family.terms, main)
         if model.reward:
             if family.model_type in WITHOUT_REWARD:
                 continue
-            values |= _rewarding(family)
+            stem = re.split("For[A-Z]|LMHead|Model$", family.architecture)[0]
+            stem += "Text" if family.model_type == "gemma3_text" else ""
+            labels = {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}, "tie_word_embeddings": False}
+            values |= {"architectures": [f"{stem}ForSequenceClassification"], **labels}
         refused = False
         try:
             wrong = differences(read(json.loads(json.dumps(values))).model, main)
@@ -453,8 +433,8 @@ def _refuse_other_values(
     source: ConfigReader, harmless: frozenset[str], family: ConfigFamily, model: ModelConfig
 ) -> None:
     """Notes fields of other kinds whose value is not that of this one. With that value they change nothing."""
-    for name in [name for name in source.left() if name in OWN_VALUES and name not in harmless]:
-        own, value = OWN_VALUES[name](model), source.raw(name)
+    for name in [name for name in source.left() if name in families.OWN_VALUES and name not in harmless]:
+        own, value = families.OWN_VALUES[name](model), source.raw(name)
         if value != own or isinstance(value, bool) != isinstance(own, bool):
             source.problem(name, f"is {shown(value)}, supported for model_type {family.model_type}: {shown(own)}")
 

@@ -1,39 +1,28 @@
-"""The model types of transformers: the kind of model of each, and the fields of its config.json.
-
-Defaults are those of transformers' configuration classes (release 5.23), since a config.json may leave them out.
-"""
+"""The model types of transformers: the kind of model of each, and the fields of its config.json (families.yaml)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from phalanx.config.hugging_face import mixed, terms
 from phalanx.config.hugging_face.terms import (
+    MOST_EXPERTS,
+    MOST_LAYERS,
     REQUIRED,
-    AllEqual,
-    AttentionMultiplier,
-    Choice,
     ConfigReader,
     Context,
     Field,
     Fields,
     Fixed,
-    LongRope,
-    NoRope,
-    PlainHeads,
-    Rope,
-    RopeWithWindows,
-    RotaryDim,
     Term,
-    Windows,
     Written,
     layer_types,
     shown,
 )
 from phalanx.config.model import ModelConfig, RopeScaling
-
-MOST_LAYERS, MOST_EXPERTS = 10_000, 65_536
+from phalanx.config.values import yaml_data
 
 
 @dataclass(frozen=True)
@@ -151,17 +140,6 @@ OWN_VALUES: Mapping[str, Callable[[ModelConfig], Any]] = {
 }
 """Fields that only some kinds have, with what their value would be for a model: elsewhere they must have it."""
 
-LLAMA_KIND: dict[str, Any] = {"norm": "rmsnorm", "positions": "rope", "activation": "swiglu", "bias": False}
-SILU = Fixed("hidden_act", ("silu", "swish"), "silu")
-MULTIPLIERS = (
-    AttentionMultiplier(),
-    Field("embedding_multiplier", "embedding_multiplier", float, 1.0),
-    Field("residual_multiplier", "residual_multiplier", float, 1.0),
-    Field("logits_scaling", "logit_divisor", float, 1.0),
-)
-"""What Granite multiplies numbers with."""
-NO_ATTENTION_BIAS = Fixed("attention_bias", (False,), False, "without biases of the output and the MLP")
-
 
 def sizes(
     *,
@@ -179,7 +157,7 @@ def sizes(
     return (
         Field("vocab_size", "vocab_size", int),
         Field("hidden_size", "d_model", int),
-        Field(width, "d_ff", int, d_ff, lambda model: model.expert_ff_size if experts else model.ff_size),
+        Field(width, "d_ff", int, d_ff, "expert_ff_size" if experts else "ff_size"),
         Field("num_hidden_layers", "n_layers", int, most=MOST_LAYERS),
         Field("num_attention_heads", "n_heads", int),
         Field("num_key_value_heads", "n_kv_heads", int, kv_heads, _kv_heads, absent=absent_kv_heads),
@@ -189,15 +167,15 @@ def sizes(
     )
 
 
-def gemma_sizes(vocabulary: int, layers: int):
+def gemma_sizes(*, vocabulary: int, layers: int):
     """Returns the sizes of Gemma 3 and 4, which a config.json may all leave out."""
     return (
         Field("vocab_size", "vocab_size", int, vocabulary),
         Field("hidden_size", "d_model", int, 2304),
-        Field("intermediate_size", "d_ff", int, 9216, lambda model: model.ff_size),
+        Field("intermediate_size", "d_ff", int, 9216, "ff_size"),
         Field("num_hidden_layers", "n_layers", int, layers, most=MOST_LAYERS),
         Field("num_attention_heads", "n_heads", int, 8),
-        Field("num_key_value_heads", "n_kv_heads", int, 4, lambda model: model.kv_heads),
+        Field("num_key_value_heads", "n_kv_heads", int, 4, "kv_heads"),
         Context(default=131072),
         Field("rms_norm_eps", "norm_eps", float, 1e-6),
         Field("tie_word_embeddings", "tied", bool, default=True),
@@ -211,7 +189,7 @@ def _kv_heads(model: ModelConfig) -> int:
 
 def experts(count: str, *, renormalised: bool | None = None, width: bool = True, chosen: Any = REQUIRED):
     """Returns experts as Mixtral and Qwen name them."""
-    ff = (Field("moe_intermediate_size", "moe.d_ff", int, REQUIRED, lambda model: model.expert_ff_size),)
+    ff = (Field("moe_intermediate_size", "moe.d_ff", int, REQUIRED, "expert_ff_size"),)
     gates = (Field("norm_topk_prob", "moe.renormalise", bool, renormalised),)
     return (
         Field(count, "moe.n_experts", int, most=MOST_EXPERTS, least=1, also=("num_experts", "num_local_experts")),
@@ -236,7 +214,7 @@ def many_experts(
             also=("num_experts", "num_local_experts"),
         ),
         Field("num_experts_per_tok", "moe.top_k", int, 8),
-        Field("moe_intermediate_size", "moe.d_ff", int, REQUIRED, lambda model: model.expert_ff_size),
+        Field("moe_intermediate_size", "moe.d_ff", int, REQUIRED, "expert_ff_size"),
         Field("n_shared_experts", "moe.n_shared", int, shared),
         Fixed("first_k_dense_replace", (0,), 0, "every layer of this kind has experts")
         if dense is None
@@ -252,23 +230,18 @@ def many_experts(
     )
 
 
-BALANCED: dict[str, Any] = {"moe.router": "sigmoid", "moe.bias_balanced": True}
-LATENT_KIND: dict[str, Any] = {"mla.norm_eps": 1e-6}
-"""The compressions have norms with transformers' default, whatever rms_norm_eps is."""
-
-
-def latent(*, query_rank: Field, nope: int = 128, value: int = 128):
+def latent(*, rank: int = 0, nope: int = 128, value: int = 128):
+    """Returns latent attention; `rank` is that of queries, 0 stands for 1536, or for none where the field is null."""
+    query = Field("q_lora_rank", "mla.q_rank", int, rank, least=1)
+    optional = Field("q_lora_rank", "mla.q_rank", int, 0, lambda model: model.mla.q_rank or None, absent=1536)
     return (
-        query_rank,
+        query if rank else optional,
         Field("kv_lora_rank", "mla.kv_rank", int, 512, least=1),
         Field("qk_rope_head_dim", "mla.rope_head_dim", int, 64),
         Field("qk_nope_head_dim", "mla.nope_head_dim", int, nope),
         Field("v_head_dim", "mla.v_head_dim", int, value),
         Fixed("rope_interleave", (True,), True),
     )
-
-
-_EACH_CHOOSES = "every layer has an indexer of its own"
 
 
 def chosen_keys(*, heads: int):
@@ -281,462 +254,41 @@ def chosen_keys(*, heads: int):
     )
 
 
-UNUSED_BALANCING = frozenset(
-    (
-        *("aux_loss_alpha", "seq_aux", "ep_size", "num_mtp_layers", "qk_head_dim"),
-        "head_dim",
-    )
-)
 NO_MTP = "modules for further tokens are left out (one more of model.n_layers with model.mtp=1 is one)"
-LAYERS_AFTER: dict[str, Any] = {"mtp_field": "num_nextn_predict_layers", "mtp_join": "model.layers.{}.eh_proj.weight"}
-"""Modules for further tokens as DeepSeek-V3 stores them: as layers after the last one."""
-
-GEMMA_KIND = LLAMA_KIND | {"activation": "geglu", "scaled_embedding": True}
-GEMMA_TERMS = (
-    Fixed("use_bidirectional_attention", (False,), False),
-    NO_ATTENTION_BIAS,
-)
-TANH = ("gelu_pytorch_tanh", "gelu_new", "gelu_fast")
+_MAKERS: Mapping[str, Any] = {**vars(terms), **vars(mixed), **globals()}
+_TYPES = {"int": int, "float": float, "bool": bool, "str": str}
 
 
-FAMILIES: tuple[ConfigFamily, ...] = (
-    ConfigFamily(
-        "llama",
-        "LlamaForCausalLM",
-        LLAMA_KIND,
-        (
-            *sizes(),
-            HeadDim(),
-            Rope(),
-            SILU,
-            Biases(),
-        ),
-        harmless=frozenset({"rope_interleaved", "is_llama_config"}),
-    ),
-    ConfigFamily(
-        "mistral",
-        "MistralForCausalLM",
-        LLAMA_KIND,
-        (*sizes(kv_heads=8, context=131072), HeadDim(), Windows(default=4096, layers=False), Rope(), SILU),
-        inside="text_config",
-        inside_of="mistral3",
-    ),
-    ConfigFamily(
-        "ministral",
-        "MinistralForCausalLM",
-        LLAMA_KIND,
-        (*sizes(kv_heads=8, context=131072), HeadDim(), Windows(default=4096), Rope(), SILU),
-    ),
-    ConfigFamily(
-        "mixtral",
-        "MixtralForCausalLM",
-        LLAMA_KIND | {"moe.renormalise": True},
-        (
-            *sizes(kv_heads=8, context=131072, eps=1e-5, experts=True),
-            HeadDim(),
-            Windows(layers=False),
-            Rope(theta=1e6),
-            SILU,
-            *experts("num_local_experts", width=False, chosen=2),
-            Fixed("router_jitter_noise", (0.0,), 0.0),
-        ),
-    ),
-    ConfigFamily(
-        "qwen2",
-        "Qwen2ForCausalLM",
-        LLAMA_KIND | {"qkv_bias": True},
-        (
-            *sizes(context=32768, absent_kv_heads=32),
-            HeadDim(),
-            Windows(default=4096, switch="use_sliding_window"),
-            Rope(),
-            SILU,
-        ),
-        harmless=frozenset({"use_mrope"}),
-    ),
-    ConfigFamily(
-        "qwen3",
-        "Qwen3ForCausalLM",
-        LLAMA_KIND | {"qk_norm": "head"},
-        (
-            *sizes(context=32768, absent_kv_heads=32),
-            HeadDim(128),
-            Windows(default=4096, switch="use_sliding_window"),
-            Rope(),
-            SILU,
-            NO_ATTENTION_BIAS,
-        ),
-    ),
-    ConfigFamily(
-        "qwen3_moe",
-        "Qwen3MoeForCausalLM",
-        LLAMA_KIND | {"qk_norm": "head"},
-        (
-            *sizes(kv_heads=4, context=32768),
-            HeadDim(128),
-            Windows(default=4096, switch="use_sliding_window", layers=False),
-            Rope(),
-            SILU,
-            NO_ATTENTION_BIAS,
-            *experts("num_experts", renormalised=False),
-            Fixed("decoder_sparse_step", (1,), 1),
-            Fixed("mlp_only_layers", ([],), []),
-        ),
-    ),
-    ConfigFamily(
-        "gemma",
-        "GemmaForCausalLM",
-        GEMMA_KIND,
-        (
-            *sizes(kv_heads=0, tied=True, context=8192),
-            HeadDim(256),
-            Rope(),
-            # Released with gelu, and trained with the tanh form, which hidden_activation then named.
-            Fixed("hidden_act", (*TANH, "gelu"), "gelu_pytorch_tanh"),
-            Fixed("hidden_activation", TANH, "gelu_pytorch_tanh"),
-            *GEMMA_TERMS,
-        ),
-    ),
-    ConfigFamily(
-        "gemma2",
-        "Gemma2ForCausalLM",
-        GEMMA_KIND | {"norm_place": "both"},
-        (
-            *sizes(kv_heads=4, tied=True, context=8192),
-            HeadDim(256),
-            Windows(default=4096, full_every=2),
-            Rope(),
-            Fixed("hidden_activation", TANH, "gelu_pytorch_tanh"),
-            *GEMMA_TERMS,
-            QueryScale(),
-            SoftCap("attn_logit_softcapping", "attention_softcap", 50.0),
-            SoftCap("final_logit_softcapping", "logit_softcap", 30.0),
-        ),
-        harmless=frozenset({"hidden_act"}),
-    ),
-    ConfigFamily(
-        "gemma3_text",
-        "Gemma3ForCausalLM",
-        GEMMA_KIND | {"norm_place": "both", "qk_norm": "head"},
-        (
-            *gemma_sizes(262208, 26),
-            Windows(default=4096, full_every=6),
-            RopeWithWindows(),
-            Fixed("hidden_activation", TANH, "gelu_pytorch_tanh"),
-            *GEMMA_TERMS,
-            QueryScale(),
-            Fixed("attn_logit_softcapping", (None,), None, "transformers reads it and caps nothing"),
-            SoftCap("final_logit_softcapping", "logit_softcap", 0.0),
-        ),
-        harmless=frozenset({"hidden_act", "_sliding_window_pattern"}),  # layer_types stand beside it
-        inside="text_config",
-        inside_of="gemma3",
-    ),
-    ConfigFamily(
-        "gpt2",
-        "GPT2LMHeadModel",
-        {"norm": "layernorm", "positions": "learned", "bias": True},
-        (
-            Field("vocab_size", "vocab_size", int),
-            Field("n_embd", "d_model", int),
-            Field("n_layer", "n_layers", int, most=MOST_LAYERS),
-            Field("n_head", "n_heads", int),
-            Field("n_inner", "d_ff", int, 0, lambda model: model.ff_size),
-            Context("n_positions", 1024, exact=True),
-            Field("layer_norm_epsilon", "norm_eps", float, 1e-5),
-            Field("tie_word_embeddings", "tied", bool, default=True),
-            Choice(
-                "activation_function",
-                "activation",
-                (("gelu_new", "gelu_tanh"), ("gelu_pytorch_tanh", "gelu_tanh"), ("gelu", "gelu")),
-                default="gelu_new",
-            ),
-            Fixed("scale_attn_weights", (True,), True),
-            Fixed("scale_attn_by_inverse_layer_idx", (False,), False),
-            Fixed("add_cross_attention", (False,), False),
-        ),
-        harmless=frozenset(
-            (
-                *("resid_pdrop", "embd_pdrop", "attn_pdrop", "n_ctx", "reorder_and_upcast_attn", "summary_type"),
-                *("summary_use_proj", "summary_activation", "summary_proj_to_labels", "summary_first_dropout"),
-            )
-        ),
-    ),
-    ConfigFamily(
-        "gpt_neox",
-        "GPTNeoXForCausalLM",
-        {"norm": "layernorm", "positions": "rope", "bias": True},
-        (
-            Field("vocab_size", "vocab_size", int),
-            Field("hidden_size", "d_model", int),
-            Field("intermediate_size", "d_ff", int, REQUIRED, lambda model: model.ff_size),
-            Field("num_hidden_layers", "n_layers", int, most=MOST_LAYERS),
-            Field("num_attention_heads", "n_heads", int),
-            Context(default=2048),
-            Field("layer_norm_eps", "norm_eps", float, 1e-5),
-            Field("tie_word_embeddings", "tied", bool, default=False),
-            Field("use_parallel_residual", "parallel_block", bool, default=True),
-            Rope(fraction=0.25, theta_name="rotary_emb_base", fraction_name="rotary_pct", partial="used"),
-            Choice(
-                "hidden_act",
-                "activation",
-                (("gelu", "gelu"), *((name, "gelu_tanh") for name in TANH)),
-                default="gelu",
-            ),
-            Fixed("attention_bias", (True,), True),
-        ),
-    ),
-    ConfigFamily(
-        "olmo2",
-        "Olmo2ForCausalLM",
-        LLAMA_KIND | {"norm_place": "after", "qk_norm": "width"},
-        (*sizes(eps=1e-5), HeadDim(), Rope(), SILU, NO_ATTENTION_BIAS),
-    ),
-    ConfigFamily(
-        "olmo3",
-        "Olmo3ForCausalLM",
-        LLAMA_KIND | {"norm_place": "after", "qk_norm": "width"},
-        (
-            *sizes(eps=1e-5),
-            HeadDim(),
-            Windows(default=4096, full_every=4),
-            RopeWithWindows(theta=500000.0, window_theta=500000.0, one_base=True),
-            SILU,
-            NO_ATTENTION_BIAS,
-        ),
-    ),
-    ConfigFamily(
-        "olmoe",
-        "OlmoeForCausalLM",
-        LLAMA_KIND | {"qk_norm": "width"},
-        (
-            *sizes(context=4096, eps=1e-5, d_ff=2048, experts=True),
-            PlainHeads(),
-            Rope(),
-            SILU,
-            NO_ATTENTION_BIAS,
-            Fixed("clip_qkv", (None,), None, "queries, keys and values are not clipped here"),
-            *experts("num_experts", renormalised=False, width=False, chosen=8),
-        ),
-    ),
-    ConfigFamily(
-        "seed_oss",
-        "SeedOssForCausalLM",
-        LLAMA_KIND,
-        (
-            *sizes(kv_heads=8, context=524288, d_ff=27648),
-            HeadDim(128),
-            Rope(),
-            SILU,
-            Field("attention_bias", "qkv_bias", bool, default=True),
-            Fixed("attention_out_bias", (False,), False),
-            Fixed("mlp_bias", (False,), False),
-        ),
-        harmless=frozenset({"residual_dropout"}),
-    ),
-    ConfigFamily(
-        "smollm3",
-        "SmolLM3ForCausalLM",
-        LLAMA_KIND,
-        (
-            *sizes(kv_heads=4, tied=True, context=32768),
-            HeadDim(),
-            Rope(theta=2e6),
-            NoRope(),
-            SILU,
-            Biases(),
-            Fixed("use_sliding_window", (False,), False),
-            AllEqual("layer_types", ("full_attention",), "without windows"),
-        ),
-    ),
-    ConfigFamily(
-        "granite",
-        "GraniteForCausalLM",
-        LLAMA_KIND,
-        (*sizes(d_ff=11008), HeadDim(), Rope(), SILU, Biases(), *MULTIPLIERS),
-    ),
-    ConfigFamily(
-        "granitemoehybrid",
-        "GraniteMoeHybridForCausalLM",
-        LLAMA_KIND,
-        (
-            *sizes(d_ff=1024, width="shared_intermediate_size"),
-            HeadDim(),
-            Choice("position_embedding_type", "positions", ((None, "none"), ("rope", "rope"), ("nope", "none"))),
-            Rope(),
-            SILU,
-            NO_ATTENTION_BIAS,
-            *MULTIPLIERS,
-            Fixed("num_local_experts", (0,), 8, "models without experts"),
-            Written("mamba_n_heads", 1),  # has to divide a width, even without such layers
-            AllEqual("layer_types", ("full_attention", "attention"), "models without Mamba-2", required=True),
-        ),
-        harmless=frozenset(
-            (
-                *(f"mamba_{part}" for part in ("chunk_size", "conv_bias", "d_conv", "d_head", "d_state", "expand")),
-                *("mamba_n_groups", "mamba_proj_bias", "intermediate_size", "router_aux_loss_coef"),
-                *(
-                    "num_experts_per_tok",
-                    "normalization_function",
-                    "time_step_limit",
-                    "init_method",
-                    "layers_block_type",
-                ),
-            )
-        ),
-    ),
-    ConfigFamily(
-        "phi3",
-        "Phi3ForCausalLM",
-        LLAMA_KIND,
-        (
-            *sizes(context=4096, eps=1e-5, d_ff=8192),
-            HeadDim(),
-            Windows(layers=False),
-            LongRope(partial="used"),
-            SILU,
-            NO_ATTENTION_BIAS,
-        ),
-        harmless=frozenset({"resid_pdrop", "embd_pdrop"}),
-    ),
-    ConfigFamily(
-        "minimax_m2",
-        "MiniMaxM2ForCausalLM",
-        LLAMA_KIND | BALANCED | {"qk_norm": "width", "moe.renormalise": True},
-        (
-            *sizes(kv_heads=8, context=196608, d_ff=1536, experts=True),
-            HeadDim(128),
-            Rope(theta=5e6, partial="used"),
-            RotaryDim(),
-            SILU,
-            NO_ATTENTION_BIAS,
-            *experts("num_local_experts", width=False, chosen=8),
-            Fixed("router_jitter_noise", (0.0,), 0.0),
-            Fixed("scoring_func", ("sigmoid",), "sigmoid"),
-            Fixed("use_routing_bias", (True,), True),
-            Fixed("qk_norm_type", ("per_layer",), "per_layer"),
-            Fixed("shared_intermediate_size", (0,), 0, "without shared experts"),
-            AllEqual("attn_type_list", (1,), "softmax attention"),
-            *(Fixed(f"layernorm_{part}_beta", (1.0,), 1.0) for part in ("full_attention", "linear_attention", "mlp")),
-        ),
-        harmless=frozenset({"mlp_intermediate_size", "shared_moe_mode", "use_mtp", "num_mtp_modules"})
-        | {"mtp_transformer_layers"},
-        notes=(NO_MTP,),
-    ),
-    ConfigFamily(
-        "gpt_oss",
-        "GptOssForCausalLM",
-        LLAMA_KIND
-        | {"activation": "swiglu_clamped", "bias": True, "sinks": True, "moe.router_bias": True}
-        | {"moe.renormalise": True},
-        (
-            *sizes(kv_heads=8, context=131072, eps=1e-5, experts=True),
-            HeadDim(64),
-            Windows(default=128, full_every=2),
-            Rope(
-                theta=150000.0,
-                stretched=RopeScaling(kind="yarn", factor=32.0, original_seq_len=4096, truncate=False),
-            ),
-            SILU,
-            Fixed("attention_bias", (True,), True),
-            Fixed("swiglu_limit", (7.0,), 7.0),
-            Fixed("swiglu_alpha", (1.702,), 1.702),
-            *experts("num_local_experts", width=False, chosen=4),
-        ),
-        harmless=frozenset({"initial_context_length", "experts_per_token"}),
-    ),
-    ConfigFamily(
-        "deepseek_v3",
-        "DeepseekV3ForCausalLM",
-        LLAMA_KIND | BALANCED | LATENT_KIND,
-        (
-            *sizes(context=4096),
-            *latent(
-                query_rank=Field(
-                    "q_lora_rank", "mla.q_rank", int, 0, lambda model: model.mla.q_rank or None, absent=1536
-                )
-            ),
-            Rope(latent=True),
-            SILU,
-            NO_ATTENTION_BIAS,
-            *many_experts(groups=8, chosen_groups=4, dense=3, scale=2.5),
-        ),
-        harmless=UNUSED_BALANCING,
-        also=("kimi_k2",),
-        notes=(NO_MTP,),
-        **LAYERS_AFTER,
-    ),
-    ConfigFamily(
-        "glm4_moe",
-        "Glm4MoeForCausalLM",
-        LLAMA_KIND | BALANCED,
-        (
-            *sizes(kv_heads=8, context=131072, eps=1e-5),
-            HeadDim(),
-            Rope(fraction=0.5, partial="used"),
-            SILU,
-            Field("attention_bias", "qkv_bias", bool, default=False),
-            Choice("use_qk_norm", "qk_norm", ((False, "none"), (True, "head")), default=False),
-            *many_experts(dense=1),
-        ),
-        harmless=UNUSED_BALANCING - {"head_dim"},
-        notes=(NO_MTP,),
-        **LAYERS_AFTER,
-    ),
-    ConfigFamily(
-        "solar_open",
-        "SolarOpenForCausalLM",
-        LLAMA_KIND | BALANCED,
-        (
-            *sizes(kv_heads=8, context=131072, eps=1e-5, d_ff=10240),
-            HeadDim(128),
-            Rope(theta=1e6, partial="refused"),
-            SILU,
-            NO_ATTENTION_BIAS,
-            *many_experts(),
-        ),
-        harmless=UNUSED_BALANCING - {"head_dim"},
-    ),
-    ConfigFamily(
-        "deepseek_v32",
-        "DeepseekV32ForCausalLM",
-        LLAMA_KIND | BALANCED | LATENT_KIND,
-        (
-            *sizes(context=163840),
-            *latent(query_rank=Field("q_lora_rank", "mla.q_rank", int, 1536, least=1)),
-            Rope(latent=True),
-            SILU,
-            NO_ATTENTION_BIAS,
-            *chosen_keys(heads=64),
-            *many_experts(groups=8, chosen_groups=4, dense=3, scale=2.5),
-        ),
-        harmless=UNUSED_BALANCING | {"mlp_layer_types", "layer_types"},
-        notes=(NO_MTP,),
-        **LAYERS_AFTER,
-    ),
-    ConfigFamily(
-        "glm_moe_dsa",
-        "GlmMoeDsaForCausalLM",
-        LLAMA_KIND | BALANCED | LATENT_KIND,
-        (
-            *sizes(context=202752, eps=1e-5),
-            *latent(query_rank=Field("q_lora_rank", "mla.q_rank", int, 2048, least=1), nope=192, value=256),
-            Rope(latent=True),
-            SILU,
-            NO_ATTENTION_BIAS,
-            *chosen_keys(heads=32),
-            Fixed("indexer_rope_interleave", (True,), True),
-            AllEqual("indexer_types", ("full",), _EACH_CHOOSES),
-            Fixed("index_topk_freq", (1,), 1, _EACH_CHOOSES),
-            Fixed("index_topk_pattern", (None,), None, _EACH_CHOOSES),
-            *many_experts(dense=3, scale=2.5),
-        ),
-        harmless=UNUSED_BALANCING | {"mlp_layer_types", "layer_types", "index_skip_topk_offset"},
-        notes=(NO_MTP,),
-        **LAYERS_AFTER,
-    ),
-)
-"""The model_types that are read and written, whose layers are alike or follow one rule."""
+def _flat(written: Any) -> Iterator[Any]:
+    """Yields the items of a list, and of the lists in it."""
+    for each in written if isinstance(written, list) else [written]:
+        yield from _flat(each) if isinstance(each, list) else [each]
+
+
+def _argument(written: Any) -> Any:
+    if isinstance(written, list):  # an empty list is the value of a field
+        return tuple(map(_argument, written)) or written
+    if isinstance(written, dict):
+        return RopeScaling(**written)
+    return _TYPES.get(written, written) if isinstance(written, str) else written
+
+
+def _terms(written: Any) -> Iterator[Term]:
+    """Yields terms from names and arguments: [Rope, HeadDim: 128, Context: [n_positions, 1024, {exact: true}]]."""
+    for each in _flat(written):
+        name, given = next(iter(each.items())) if isinstance(each, dict) else (each, [])
+        given = given if isinstance(given, list) else [given]
+        named = given[-1] if given and isinstance(given[-1], dict) else {}
+        values = map(_argument, given[:-1] if named else given)
+        made = _MAKERS[name](*values, **{key: _argument(value) for key, value in named.items()})
+        yield from made if isinstance(made, tuple) else [made]
+
+
+def _family(model_type: str, stated: dict[str, Any]) -> ConfigFamily:
+    more: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in stated.items()}
+    architecture, kind, found = more.pop("class"), more.pop("kind"), tuple(_terms(stated["terms"]))
+    more |= {"terms": found, "harmless": frozenset(_flat(stated.get("harmless", [])))}
+    return ConfigFamily(model_type, architecture, kind, **more)
 
 
 def by_type(families: Iterable[ConfigFamily]) -> dict[str, ConfigFamily]:
@@ -748,7 +300,17 @@ def by_type(families: Iterable[ConfigFamily]) -> dict[str, ConfigFamily]:
     }
 
 
+_STORED = yaml_data(__file__, "families.yaml")
+FAMILIES, _MIXED, WITH_DELTAS, PREDICTED = (
+    tuple(_family(*each) for each in _STORED[part].items()) for part in ("plain", "mixed", "deltas", "predicted")
+)
+TRAINED_FAMILIES = (*FAMILIES, *_MIXED, *WITH_DELTAS)
+"""All that are trained and written. To write a model the first that says all of it is taken."""
 BY_TYPE: Mapping[str, ConfigFamily] = by_type(FAMILIES)
+TRAINED: Mapping[str, ConfigFamily] = {**by_type((*_MIXED, *WITH_DELTAS)), **BY_TYPE}
+"""Every model type that is trained and written."""
+READ: Mapping[str, ConfigFamily] = {**TRAINED, **by_type(PREDICTED)}
+"""Every model type that is read, those that are predicted and not trained last."""
 _OTHER_LAYERS = "a kind with layers that are not implemented (state spaces, convolutions, or its own attention)"
 _OTHERS = """
 mamba mamba2 falcon_mamba jamba bamba zamba zamba2 recurrent_gemma rwkv granitemoehybrid falcon_h1

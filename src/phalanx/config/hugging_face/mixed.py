@@ -1,46 +1,15 @@
-"""The model types of transformers whose layers or positions differ beyond one rule: chunks and windows in a list,
-dense layers between experts, queries that grow, heads of two sizes."""
+"""Terms of model types whose layers or positions differ beyond one rule: chunks and windows in a list, dense layers
+between experts, queries that grow, heads of two sizes, layers with a state."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
 
-from phalanx.config.hugging_face.families import (
-    GEMMA_KIND,
-    LLAMA_KIND,
-    MOST_EXPERTS,
-    NO_ATTENTION_BIAS,
-    SILU,
-    TANH,
-    ConfigFamily,
-    HeadDim,
-    SoftCap,
-    gemma_sizes,
-    sizes,
-)
-from phalanx.config.hugging_face.terms import (
-    FULL,
-    SLIDING,
-    Choice,
-    ConfigReader,
-    Field,
-    Fields,
-    Fixed,
-    NoRope,
-    Rope,
-    Windows,
-    layer_types,
-    refuse_unknown,
-    rope_values,
-    scaling,
-    set_windows,
-    shortest,
-    shown,
-)
+from phalanx.config.hugging_face import terms
+from phalanx.config.hugging_face.terms import FULL, MOST_EXPERTS, MOST_LAYERS, SLIDING, ConfigReader, Fields, shown
 from phalanx.config.model import ModelConfig, RopeScaling
 
-_CHUNKED = "chunked_attention"
+_CHUNKED, _LINEAR = "chunked_attention", "linear_attention"
 
 
 @dataclass(frozen=True)
@@ -59,7 +28,7 @@ class Chunks:
         elif not size and _CHUNKED in kinds:
             source.problem("attention_chunk_size", f"is missing, and layers have {_CHUNKED}")
         fields["window"], fields["window_kind"] = size, "chunks"
-        set_windows(fields, [kind == _CHUNKED for kind in kinds], every)
+        terms.set_windows(fields, [kind == _CHUNKED for kind in kinds], every)
 
     def write(self, model: ModelConfig) -> Fields:
         kinds = [_CHUNKED if model.window_of(layer) else FULL for layer in range(model.n_layers)]
@@ -97,7 +66,7 @@ class ExpertLayers:
         kinds = ["experts" if layer in listed else "dense" for layer in range(n)]
         if "experts" not in kinds:
             source.problem("moe_layers", "names no layer: supported are models with experts")
-        fields["feed_forward"] = ",".join(shortest(kinds))
+        fields["feed_forward"] = ",".join(terms.shortest(kinds))
 
     def write(self, model: ModelConfig) -> Fields:
         kinds = (model.feed_forward or "experts").split(",")
@@ -105,7 +74,7 @@ class ExpertLayers:
 
 
 @dataclass(frozen=True)
-class GrowingRope(Rope):
+class GrowingRope(terms.Rope):
     """Ministral 3: queries grow in all layers, as the parameters of rotary positions say."""
 
     def read(self, source: ConfigReader, fields: Fields) -> None:
@@ -125,7 +94,7 @@ class GrowingRope(Rope):
 
 
 @dataclass(frozen=True)
-class LastIsFull(Windows):
+class LastIsFull(terms.Windows):
     """Gemma 4: the last layer attends to all keys, whatever the rule of the others is."""
 
     def read(self, source: ConfigReader, fields: Fields) -> None:
@@ -135,7 +104,7 @@ class LastIsFull(Windows):
             source.problem("layer_types", f"ends with {SLIDING}, of which transformers makes {FULL}: say so")
         if not listed and fields["window"]:
             windowed = [layer + 1 < n and (layer + 1) % self.full_every != 0 for layer in range(n)]
-            set_windows(fields, windowed, self.full_every)
+            terms.set_windows(fields, windowed, self.full_every)
 
 
 @dataclass(frozen=True)
@@ -161,7 +130,7 @@ class FullHeads:
         shape = ModelConfig(**{name: fields[name] for name in ("n_layers", "window", "full_every")})
         shape = replace(shape, window_pattern=fields.get("window_pattern", ""))
         found = set[tuple[int, int]]()
-        for layer, kind in enumerate(layer_types(shape)):
+        for layer, kind in enumerate(terms.layer_types(shape)):
             part = parts.inside(name := names.get(str(layer), str(layer)))
             size = part.take("head_dim", int, fields["head_dim"] or fields["d_model"] // max(1, fields["n_heads"]))
             heads = size, part.take("num_key_value_heads", int, fields["n_kv_heads"])
@@ -169,8 +138,8 @@ class FullHeads:
                 found.add(heads)
             elif parts.raw(name):
                 parts.problem(name, f"is for a layer with a window, supported: those with {FULL}")
-            refuse_unknown(part)
-        refuse_unknown(parts)
+            terms.refuse_unknown(part)
+        terms.refuse_unknown(parts)
         if len(found) > 1:
             source.problem("per_layer_config", "has heads of several sizes for layers that attend to all keys")
         return max(found, default=(512, 0))
@@ -209,14 +178,14 @@ class ProportionalRope:
             fields["rotary_pairs"] = share
             fields["rope_scaling"] = RopeScaling("linear", factor) if factor > 1 else RopeScaling()
         else:
-            fields["rope_scaling"] = scaling(full, fields["seq_len"])
-        if scaling(window, fields["seq_len"]).factor > 1:
+            fields["rope_scaling"] = terms.scaling(full, fields["seq_len"])
+        if terms.scaling(window, fields["seq_len"]).factor > 1:
             window.problem("factor", "stretches layers with a window, which keep their positions here")
         for part in (parameters, full, window):
-            refuse_unknown(part, frozenset({"partial_rotary_factor"}))  # of other types, which turn whole heads
+            terms.refuse_unknown(part, frozenset({"partial_rotary_factor"}))  # of other types, which turn whole heads
 
     def write(self, model: ModelConfig) -> Fields:
-        full = rope_values(model)
+        full = terms.rope_values(model)
         if model.rotary_pairs < 1 and full["rope_type"] in ("default", "linear"):
             full |= {"rope_type": "proportional", "partial_rotary_factor": model.rotary_pairs}
         window = {"rope_theta": model.window_rope_theta or model.rope_theta, "rope_type": "default"}
@@ -280,72 +249,81 @@ class LayerEmbeddings:
         return {"hidden_size_per_layer_input": model.layer_embedding, "vocab_size_per_layer_input": model.vocab_size}
 
 
-_ONE_EXPERT: dict[str, Any] = {"moe.router": "sigmoid", "moe.renormalise": False, "moe.scale_inputs": True}
+@dataclass(frozen=True)
+class LayersWithState:
+    """Qwen: gated delta nets, and attention in every n-th layer."""
 
-MIXED: tuple[ConfigFamily, ...] = (
-    ConfigFamily(
-        "ministral3",
-        "Ministral3ForCausalLM",
-        LLAMA_KIND,
-        (
-            *sizes(kv_heads=8, context=262144, eps=1e-5),
-            HeadDim(128),
-            Windows(layers=False),
-            GrowingRope(
-                theta=1e6,
-                stretched=RopeScaling(kind="yarn", factor=16.0, original_seq_len=16384, magnitude=1.0),
-                harmless=frozenset({"llama_4_scaling_beta", "max_position_embeddings"}),
-            ),
-            SILU,
-        ),
-        inside="text_config",
-        inside_of="mistral3",
-    ),
-    ConfigFamily(
-        "llama4_text",
-        "Llama4ForCausalLM",
-        LLAMA_KIND | _ONE_EXPERT | {"moe.n_shared": 1},
-        (
-            *sizes(kv_heads=8, context=131072, eps=1e-5, d_ff=16384, width="intermediate_size_mlp"),
-            Field("intermediate_size", "moe.d_ff", int, 8192, lambda model: model.expert_ff_size),
-            HeadDim(128),
-            Rope(theta=500000.0),
-            NoRope(),
-            Chunks(),
-            Temperature(),
-            ExpertLayers(),
-            SILU,
-            NO_ATTENTION_BIAS,
-            Choice("use_qk_norm", "qk_norm", ((True, "unit"), (False, "none")), default=True),
-            Field("num_local_experts", "moe.n_experts", int, 16, most=MOST_EXPERTS, least=1),
-            Field("num_experts_per_tok", "moe.top_k", int, 1),
-            Field("router_aux_loss_coef", "moe.aux_loss", float, 0.001),
-            Fixed("router_jitter_noise", (0.0,), 0.0),
-        ),
-        harmless=frozenset({"for_llm_compressor"}),
-        inside="text_config",
-        inside_of="llama4",
-    ),
-    ConfigFamily(
-        "gemma4_text",
-        "Gemma4ForCausalLM",
-        GEMMA_KIND
-        | {"norm_place": "both", "qk_norm": "head", "v_norm": True, "attention_scale": 1.0, "layer_scale": True},
-        (
-            *gemma_sizes(262144, 30),
-            LastIsFull(default=512, full_every=6),
-            FullHeads(),
-            ProportionalRope(),
-            ExpertsBesideMLP(),
-            Fixed("hidden_activation", TANH, "gelu_pytorch_tanh"),
-            NO_ATTENTION_BIAS,
-            SoftCap("final_logit_softcapping", "logit_softcap", 0.0),
-            Fixed("use_bidirectional_attention", (None, "vision"), None, "text is read causally"),
-            SharedLayers(),
-            LayerEmbeddings(),
-        ),
-        inside="text_config",
-        inside_of="gemma4",
-    ),
-)
-"""The model_types that are trained and written as those of families.py."""
+    def read(self, source: ConfigReader, fields: Fields) -> None:
+        every, n = source.take("full_attention_interval", int, 4, least=1), fields["n_layers"]
+        listed = source.take("layer_types", list, [])
+        kinds = listed or [FULL if (layer + 1) % every == 0 else _LINEAR for layer in range(n)]
+        if len(kinds) != n:
+            source.problem("layer_types", f"lists {len(kinds):,} layers, num_hidden_layers is {n:,}")
+            return
+        if unknown := [kind for kind in kinds if kind not in (_LINEAR, FULL)]:
+            source.problem("layer_types", f"holds {shown(unknown[0])}, supported: {FULL}, {_LINEAR}")
+        fields["attention"] = ",".join(
+            terms.shortest(["delta" if kind == _LINEAR else "gated_heads" for kind in kinds])
+        )
+
+    def write(self, model: ModelConfig) -> Fields:
+        kinds = model.attention.split(",")
+        names = [kinds[layer % len(kinds)] for layer in range(model.n_layers)]
+        return {"layer_types": [_LINEAR if name == "delta" else FULL for name in names]}
+
+
+@dataclass(frozen=True)
+class SharedExperts:
+    """The width of the shared experts, as so many of the routed ones' size."""
+
+    theirs: str
+
+    def read(self, source: ConfigReader, fields: Fields) -> None:
+        width, one = source.take(self.theirs, int), fields["moe.d_ff"]
+        fields["moe.n_shared"], rest = divmod(width, max(1, one))
+        if rest:
+            source.problem(self.theirs, f"is {width:,}, supported: a multiple of moe_intermediate_size {one:,}")
+
+    def write(self, model: ModelConfig) -> Fields:
+        return {self.theirs: model.moe.n_shared * model.expert_ff_size}
+
+
+_SYMBOLS = {"M": "mamba", "*": "heads", "E": "experts", "-": "dense"}
+_TYPES = {"mamba": "M", _LINEAR: "M", "attention": "*", FULL: "*", "moe": "E", "mlp": "-"}
+
+
+@dataclass(frozen=True)
+class HybridLayers(terms.ReadOnly):
+    """Nemotron-H: every layer is Mamba-2, attention, an MLP or experts. A block here is one of the first two with one
+    of the last two after it, if there is one."""
+
+    def read(self, source: ConfigReader, fields: Fields) -> None:
+        listed = source.take("layers_block_type", list, source.take("layer_types", list, []))
+        pattern = source.take("hybrid_override_pattern", str, "".join(_TYPES.get(str(kind), "?") for kind in listed))
+        if len(pattern) > MOST_LAYERS:
+            source.problem("hybrid_override_pattern", f"has {len(pattern):,} layers, expected at most {MOST_LAYERS:,}")
+            pattern = "*-"
+        unknown = sorted(set(pattern) - set(_SYMBOLS))
+        if unknown or not pattern:
+            name = "hybrid_override_pattern" if source.holds("hybrid_override_pattern") else "layers_block_type"
+            found = shown(unknown[0]) if unknown else "nothing"
+            source.problem(name, f"holds {found}, supported: {', '.join(_TYPES)}, or {' '.join(_SYMBOLS)}")
+            pattern = "*-"
+        if (stated := source.take("num_hidden_layers", int, len(pattern))) != len(pattern):
+            source.problem("num_hidden_layers", f"is {stated:,}, the pattern has {len(pattern):,} layers")
+        blocks = list[tuple[str, str]]()
+        for symbol in pattern:
+            kind = _SYMBOLS[symbol]
+            if symbol in "M*":
+                blocks.append((kind, "none"))
+            elif blocks and blocks[-1][1] == "none":
+                blocks[-1] = blocks[-1][0], kind
+            else:
+                blocks.append(("none", kind))
+        fields["n_layers"] = len(blocks)
+        fields["attention"] = ",".join(terms.shortest([attention for attention, _ in blocks]))
+        fields["feed_forward"] = ",".join(terms.shortest([wide for _, wide in blocks]))
+        if "M" not in pattern:
+            fields["mamba.n_heads"] = 0
+        if "E" not in pattern:
+            fields.update(dict.fromkeys(("moe.n_experts", "moe.n_shared", "moe.latent"), 0))

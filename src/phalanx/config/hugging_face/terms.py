@@ -5,7 +5,7 @@ A term works in both directions, so that what is read and what is written cannot
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from math import isclose, isfinite, log
 from typing import Any, Literal, Protocol
@@ -17,6 +17,7 @@ REQUIRED: Any = object()
 """The default of a field without which a configuration says nothing."""
 LARGEST = 2**31 - 1
 """Largest size that is read."""
+MOST_LAYERS, MOST_EXPERTS = 10_000, 65_536
 HARMLESS_PREFIX = "unsloth_"
 """Begins fields that Unsloth writes and transformers does not read."""
 _KINDS = {
@@ -125,8 +126,8 @@ class Field:
     ours: str
     kind: type
     default: Any = REQUIRED
-    write_as: Callable[[ModelConfig], Any] | None = None
-    """The value to write where ours may stand for a default, such as 0 key/value heads."""
+    write_as: str | Callable[[ModelConfig], Any] = ""
+    """The value to write, or the path of it, where ours may stand for a default, such as 0 key/value heads."""
     most: int = LARGEST
     least: int = 0
     also: tuple[str, ...] = ()
@@ -144,7 +145,8 @@ class Field:
                 source.problem(name, f"is {shown(source.raw(name))}, {chosen} is {shown(value)}: they are the same")
 
     def write(self, model: ModelConfig) -> Fields:
-        return {self.theirs: self.write_as(model) if self.write_as else value_of(model, self.ours)}
+        how = self.write_as or self.ours
+        return {self.theirs: value_of(model, how) if isinstance(how, str) else how(model)}
 
 
 @dataclass(frozen=True)
@@ -230,7 +232,7 @@ def written(terms: Iterable[Term], model: ModelConfig) -> Fields:
     return {name: value for term in terms for name, value in term.write(model).items()}
 
 
-def refuse_unknown(source: ConfigReader, harmless: frozenset[str] = frozenset(), where: str = "") -> None:
+def refuse_unknown(source: ConfigReader, harmless: Collection[str] = (), where: str = "") -> None:
     """Notes every field that nothing has read and that is not known to change nothing; `where` says of what. The first
     message says how to read the file without them. Programs write these files, so that few names are slips of the
     pen."""
@@ -265,7 +267,7 @@ class Rope:
     """Latent attention: mscale_all_dim enlarges the scores."""
     stretched: RopeScaling | None = None
     """The stretching if the configuration names none."""
-    harmless: frozenset[str] = frozenset()
+    harmless: Collection[str] = ()
     """Fields of rope parameters without effect on text."""
 
     def read(self, source: ConfigReader, fields: Fields) -> None:
@@ -537,10 +539,6 @@ class Windows:
         if len(kinds) != fields["n_layers"]:
             source.problem("layer_types", f"lists {len(kinds):,} layers, num_hidden_layers is {fields['n_layers']:,}")
             return
-        self._read_kinds(source, fields, kinds)
-
-    def _read_kinds(self, source: ConfigReader, fields: Fields, kinds: list[Any]) -> None:
-        """Finds the rule behind a list of kinds: which layers have no window."""
         if unknown := [kind for kind in kinds if kind not in (FULL, SLIDING)]:
             source.problem("layer_types", f"holds {shown(unknown[0])}, supported: {FULL}, {SLIDING}")
         elif SLIDING not in kinds:
