@@ -15,10 +15,10 @@ STEPS = 30
 NODES = 2
 _LONG_S = 120.0
 _JOB = """
-model: {n_layers: 1, d_model: 32, n_heads: 4, seq_len: 32}
+model: {n_layers: 2, d_model: 64, n_heads: 4, seq_len: 64}
 cluster: {device: cpu, peak_tflops: 1.0}
 data: {corpus: random, random_tokens: 20000, random_vocab: 64}
-train: {precision: fp64, steps: STEPS, global_batch: 16, eval_samples: 8, log_every: 1}
+train: {precision: fp64, steps: STEPS, global_batch: 32, eval_samples: 8, log_every: 1}
 checkpoint: {every: EVERY}
 run: {sample_tokens: 0, timeout_s: 240, threads: 1}
 """
