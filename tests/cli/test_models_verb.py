@@ -51,7 +51,7 @@ def test_on_a_narrow_terminal_kinds_and_source_are_below():
     lines = table(list(CATALOGUE), 80).splitlines()
     assert all(len(line) <= 80 for line in lines)
     assert [line.split()[0] for line in lines if not line.startswith(" ")] == list(CATALOGUE)
-    assert table(list(CATALOGUE), 400) == table(list(CATALOGUE))
+    assert table(list(CATALOGUE), 500) == table(list(CATALOGUE))
 
 
 def test_it_answers_without_torch_and_lists_every_preset():

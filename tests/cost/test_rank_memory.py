@@ -230,7 +230,7 @@ def test_sharded_parameters_are_whole_block_by_block():
         rank_memory(spec(LLAMA, pipeline, memory_profile=memory_profile), 0).communication
         for memory_profile in (PHALANX, TORCHTITAN)
     ]
-    assert kept[1] - kept[0] > 13 * block, "torchtitan's pipelines keep parameters whole"
+    assert kept[1] - kept[0] > 12 * block, "torchtitan's pipelines keep parameters whole"
 
 
 def test_gradients_wait_for_the_last_micro_batch_or_do_not():

@@ -417,7 +417,7 @@ def test_what_is_not_understood_is_listed(tmp_path):
         ("a.toml", TITAN.replace("size = 1", "size = [1]"), "expected a whole number"),
         ("a.toml", "[tool.poetry]\nname = 'x'\n", "not a configuration of a known kind"),
         ("a.json", DEEPSPEED.replace('"stage": 3', '"stage": "three"'), "expected a whole number"),
-        ("a.json", '{"zero_optimization": {"stage": 3}', "not valid YAML"),
+        ("a.json", '{"zero_optimization": {"stage": 3}', "not valid JSON"),
         ("a.yaml", AXOLOTL + "dp_shard_size: {a: 1}\ndp_replicate_size: x", "expected a whole number"),
         (
             "a.yaml",

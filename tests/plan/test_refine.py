@@ -45,7 +45,7 @@ def test_models_with_unlike_layers_gain_over_equal_stages(spec):
     if spec.layout.recompute == "full":
         assert found.mixed < 0.95 * found.seconds
     if spec.layout.schedule == "v_half":
-        assert found.seconds < 0.98 * found.flops
+        assert found.seconds < 0.98 * found.even  # the cut by FLOPs evens a V's ranks, too
 
 
 def test_layers_recompute_what_there_is_no_room_for_and_no_more():

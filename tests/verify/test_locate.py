@@ -60,8 +60,8 @@ def with_positions_from_0(ranks, *args):
     """Context parallelism: every rank turns its queries and keys as if its tokens were the first ones."""
     real = Transformer.through
 
-    def through(self, layers, x, positions, *others):
-        return real(self, layers, x, torch.arange(len(positions)), *others)
+    def through(self, layers, x, positions, *others, **more):
+        return real(self, layers, x, torch.arange(len(positions)), *others, **more)
 
     with mock.patch.object(Transformer, "through", through):
         return trace_step(ranks, *args)

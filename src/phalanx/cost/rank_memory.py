@@ -243,7 +243,7 @@ class RankParts:
         def moving(number: int, sent: float = 0.0) -> float:
             passing = self._passing(blocks[number - 1], unsent=unsent) if number else self.sent_last
             # Beside gloo's, whose wait is the end of it, FSDP2 has what it gathered last until it copies the next one.
-            again = self.units[blocks[number].kind.block].block * self.width if self.ahead and self.units else 0
+            again = self.units[blocks[number].kind.block].block * self.width if self.units else 0
             again *= self.memory_profile.keeps_buckets and not self.memory_profile.copies_sums
             return self._fetched(blocks, number, self.ahead) + max(0.0, passing - sent) + again
 
