@@ -23,10 +23,15 @@ FOLDER = "NANOGPT"
 
 def missing() -> str:
     """Returns why nanoGPT cannot be measured; empty if it can."""
-    folder = os.environ.get(FOLDER)
+    return missing_checkout(FOLDER, "karpathy/nanoGPT", "model.py")
+
+
+def missing_checkout(variable: str, repository: str, inside: str) -> str:
+    """Returns why `variable` names no folder of a repository, which has a file or folder `inside`; empty if it does."""
+    folder = os.environ.get(variable)
     if not folder:
-        return f"not installed: {FOLDER} names no folder of karpathy/nanoGPT"
-    return "" if (Path(folder) / "model.py").is_file() else f"not installed: no model.py in {FOLDER}={folder}"
+        return f"not installed: {variable} names no folder of {repository}"
+    return "" if (Path(folder).expanduser() / inside).exists() else f"not installed: no {inside} in {variable}={folder}"
 
 
 class Loss(nn.Module):

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
 
+from benchmarks.gpu.nanogpt import missing_checkout
 from benchmarks.peers import harness
 from phalanx.config.job import Job
 
@@ -27,10 +28,7 @@ FOLDER = "PICOTRON"
 
 def missing() -> str:
     """Returns why picotron cannot be measured; empty if it can."""
-    folder = os.environ.get(FOLDER)
-    if not folder:
-        return f"not installed: {FOLDER} names no folder of huggingface/picotron"
-    return "" if (Path(folder) / "picotron").is_dir() else f"not installed: no picotron in {FOLDER}={folder}"
+    return missing_checkout(FOLDER, "huggingface/picotron", "picotron")
 
 
 def prepare() -> None:

@@ -17,12 +17,14 @@ from phalanx.launch.watchdog.diagnosis import Limits
 HERE = Path(__file__).parent
 
 
-def flight(calls: list[tuple[str, list[int]]], *, begun: int = -1, ranks: str = "[0, 1, 2]") -> dict[str, Any]:
+def flight(
+    calls: list[tuple[str, list[int]]], *, begun: int = -1, ranks: str = "[0, 1, 2]", group: int = 1, name: str = "1"
+) -> dict[str, Any]:
     """Returns a flight recorder with `calls`, (operation, size), in one group of which the device has begun `begun`."""
     entries = [
         {
-            "pg_id": 1,
-            "process_group": ["1", "mesh_tp"],
+            "pg_id": group,
+            "process_group": [name, "mesh_tp"],
             "profiling_name": f"nccl:{operation}",
             "is_p2p": False,
             "collective_seq_id": number,
@@ -32,7 +34,7 @@ def flight(calls: list[tuple[str, list[int]]], *, begun: int = -1, ranks: str = 
         for number, (operation, size) in enumerate(calls, 1)
     ]
     status = {"last_enqueued_collective": str(len(calls)), "last_started_collective": str(begun)}
-    return {"entries": entries, "pg_config": {"1": {"ranks": ranks}}, "pg_status": {"1": status}}
+    return {"entries": entries, "pg_config": {name: {"ranks": ranks}}, "pg_status": {str(group): status}}
 
 
 def compared(tmp_path: Path, *documents: Any) -> nccl.Evidence:
@@ -46,9 +48,10 @@ def test_the_rank_that_has_not_called_is_named(tmp_path: Path) -> None:
     found = compared(tmp_path, flight(two), flight(one), flight(two))
     assert found.ranks == (1,)
     assert found.lines == (
-        "Flight recorder: rank 1 has not called collective #2 of mesh_tp (1) (all_gather, Float, 2 × 8), as ranks 0, 2",
+        "Flight recorder: rank 1 has not called collective #2 of mesh_tp (1) (all_gather, Float, 2 × 8), unlike "
+        "ranks 0, 2",
     )
-    assert found.facts["flight_recorder"]["1"] == {"mesh_tp": (1, -1)}
+    assert found.facts["flight_recorder"]["1"] == {"mesh_tp (1)": (1, -1)}
 
 
 def test_the_rank_whose_device_is_behind_is_named(tmp_path: Path) -> None:
@@ -68,6 +71,24 @@ def test_calls_that_differ_are_told_with_their_sizes(tmp_path: Path) -> None:
     )
 
 
+def test_a_group_is_known_by_its_name_not_by_its_number_on_a_rank(tmp_path: Path) -> None:
+    """A rank that is in fewer groups counts them otherwise."""
+    two, one = [("all_reduce", [4])] * 2, [("all_reduce", [4])]
+    found = compared(tmp_path, flight(two, group=3, ranks="[0, 1]"), flight(one, group=1, ranks="[0, 1]"))
+    assert found.ranks == (1,)
+
+
+def test_a_rank_that_waits_in_another_group_is_not_to_blame(tmp_path: Path) -> None:
+    """Rank 1 waits for rank 2 in a pipeline's group, so it has not come to the sum in which rank 0 waits."""
+    two, one = [("all_reduce", [4])] * 2, [("all_reduce", [4])]
+    middle = flight(one, ranks="[0, 1]", name="1")
+    other = flight(two, ranks="[1, 2]", group=2, name="2")
+    joined = {key: middle[key] | other[key] for key in ("pg_config", "pg_status")}
+    joined["entries"] = middle["entries"] + other["entries"]
+    last = flight(one, ranks="[1, 2]", group=1, name="2")
+    assert compared(tmp_path, flight(two, ranks="[0, 1]", name="1"), joined, last).ranks == (2,)
+
+
 def test_sizes_of_an_exchange_may_differ(tmp_path: Path) -> None:
     assert not compared(tmp_path, flight([("all_to_all", [4])]), flight([("all_to_all", [7])])).lines
 
@@ -81,7 +102,7 @@ def test_ranks_of_other_groups_are_not_compared(tmp_path: Path) -> None:
 @pytest.mark.parametrize("document", [None, [], {"entries": 3}, {"entries": [{}]}, {"pg_status": {"0": []}}, "x"])
 def test_what_is_no_flight_recorder_counts_as_no_answer(tmp_path: Path, document: Any) -> None:
     assert compared(tmp_path, flight([("all_reduce", [4])]), document) == nccl.Evidence(
-        facts={"flight_recorder": {"0": {"mesh_tp": (1, -1)}}}
+        facts={"flight_recorder": {"0": {"mesh_tp (1)": (1, -1)}}}
     )
 
 

@@ -35,7 +35,7 @@ Key = tuple[str, tuple[int, ...], int]
 
 @dataclass
 class _Shared:
-    """What the programs share."""
+    """State common to the programs of all ranks."""
 
     micros: int
     norm: Literal["no", "sums", "clips"]

@@ -324,8 +324,8 @@ class LayerInputs(nn.Module):
 
 
 class LayerInput(nn.Module):
-    """What a layer's own embedding adds to the residual stream. A layout may replace `run_cheap`, which calls the
-    activation, and `table`."""
+    """A layer's own embedding of the tokens, to be added to the residual stream. A layout may replace `run_cheap`,
+    which calls the activation, and `table`."""
 
     run_cheap: RunCheap = staticmethod(run)
 

@@ -58,7 +58,7 @@ class PlanRequest:
     """What techniques add to the optimizer's step."""
     compared: Compared = ""
     rollout: GrpoOptions | None = None
-    """What the loss compares, and how its completions are generated (StepSpec)."""
+    """As in StepSpec: whose outputs the loss compares, and how completions are generated."""
     headroom: float | None = None
     """Share of a device's memory that stays free beyond the upper end of the predicted interval; None: what is
     predicted may fill the device."""

@@ -16,7 +16,7 @@ import socket
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,6 +27,7 @@ from phalanx.bounded import parse_json, read_json
 ASK = "flight.ask"
 """The file in the folder of heartbeats that asks every rank for its flight recorder."""
 _MOST_BYTES = 64 * 2**20
+_WORLD = "default_pg"  # torch's name of the group of all ranks
 _NONE = ""  # the number of a group in which a rank has called nothing yet
 _SAME_SIZE = ("all_reduce", "broadcast", "reduce_scatter", "all_gather", "_reduce_scatter_base", "_all_gather_base")
 """Operations to which every rank of a group brings equal sizes."""
@@ -56,7 +57,7 @@ class FlightRecord:
     """One rank's flight recorder. Groups and collectives go by the number of the group on that rank."""
 
     names: dict[str, str] = field(default_factory=dict)
-    """The name of each group, the same on all its ranks."""
+    """The name of each group, the same on all its ranks; its number may differ between them."""
     members: dict[str, tuple[int, ...]] = field(default_factory=dict)  # where the backend records them
     reached: dict[str, tuple[int, int]] = field(default_factory=dict)
     """By group: the newest collective that the host has called, and that the device has begun (-1: not recorded)."""
@@ -78,7 +79,8 @@ def _flight(document: dict[str, Any]) -> FlightRecord:
     for entry in document.get("entries") or []:
         group = str(entry["pg_id"])
         name, about = (str(part) for part in entry["process_group"])
-        found.names[group] = about if about not in ("", "undefined") else f"group {name}"
+        known = "group" if about in ("", "undefined") else about
+        found.names[group] = known if known == _WORLD else f"{known} ({name})"
         ranks = json.loads((described.get(name) or {}).get("ranks") or "[]")
         found.members[group] = tuple(int(rank) for rank in ranks)
         operation = str(entry["profiling_name"]).partition(":")[2] or str(entry["profiling_name"])
@@ -103,47 +105,49 @@ class Evidence:
 
 def compare(flights: Mapping[int, FlightRecord]) -> Evidence:
     """Returns what the flight recorders say: calls with one number in one group that differ, else ranks that have not
-    called, or of which the device has not begun, what others of the group have."""
+    called, or of which the device has not begun, what others of the group have. A rank that waits for others in one
+    group is not to blame for its absence in another."""
     groups: dict[tuple[str, tuple[int, ...]], dict[int, str]] = defaultdict(dict)
     for rank, flight in flights.items():
         for group, name in flight.names.items():
-            members = flight.members.get(group, ())
-            groups[name if name == "default_pg" else f"{name} ({group})", members][rank] = group
+            groups[name, flight.members.get(group, ())][rank] = group
     lines: list[str] = []
-    blamed: set[int] = set()
+    late, waiting = set[int](), set[int]()
     for (name, members), numbers in groups.items():
-        everyone = flights if name == "default_pg" else members or numbers
+        everyone = flights if name == _WORLD else members or numbers
         here = {rank: numbers.get(rank, _NONE) for rank in everyone if rank in flights}
-        for line, ranks in _of_group(name, here, flights):
+        if found := _of_group(name, here, flights):
+            line, its_late, its_waiting = found
             lines.append(f"Flight recorder: {line}")
-            blamed |= ranks
-    return Evidence(tuple(lines), tuple(sorted(blamed)))
+            late |= its_late
+            waiting |= its_waiting
+    return Evidence(tuple(lines), tuple(sorted(late - waiting or late)))
 
 
 def _of_group(
     name: str, numbers: Mapping[int, str], flights: Mapping[int, FlightRecord]
-) -> Iterator[tuple[str, frozenset[int]]]:
+) -> tuple[str, set[int], set[int]] | None:
+    """Returns what is wrong in one group, the ranks that are late or alone with their call, and those that wait."""
     by_number: dict[int, dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
     for rank, group in numbers.items():
         for (its, number), words in flights[rank].calls.items():
             if its == group:
                 by_number[number][words].append(rank)
-    for number in sorted(by_number):
-        if len(by_number[number]) > 1:
-            ways = sorted(by_number[number].items(), key=lambda way: len(way[1]))
-            told = "; ".join(f"{_words(ranks)}: {words}" for words, ranks in ways)
-            yield f"collective #{number} of {name} differs: {told}", frozenset(ways[0][1])
-            return
+    for number, ways in sorted(by_number.items()):
+        if len(ways) > 1:
+            rarest, *others = sorted(ways.items(), key=lambda way: len(way[1]))
+            told = "; ".join(f"{_words(ranks)}: {words}" for words, ranks in (rarest, *others))
+            return f"collective #{number} of {name} differs: {told}", set(rarest[1]), set()
     for what, place in (("has not called", 0), ("is with its device before", 1)):
         reached = {rank: flights[rank].reached.get(group, (0, 0))[place] for rank, group in numbers.items()}
         newest = max(reached.values(), default=0)
         late = [rank for rank, number in reached.items() if 0 <= number < newest]
         if late:
-            call = next(iter(by_number.get(newest, {"": []})), "")
             others = [rank for rank in reached if rank not in late]
-            call = f" ({call})" if call else ""
-            yield f"{_words(late)} {what} collective #{newest} of {name}{call}, as {_words(others)}", frozenset(late)
-            return
+            call = "".join(f" ({words})" for words in by_number.get(newest, ()))
+            told = f"{_words(late)} {what} collective #{newest} of {name}{call}, unlike {_words(others)}"
+            return told, {*late}, {*others}
+    return None
 
 
 def _words(ranks: list[int]) -> str:
