@@ -30,7 +30,7 @@ INNER_FLOORS = {
 """Rooms whose files have an order of their own."""
 MOST_LINES = {
     "axes": 890,
-    "blocks": 3370,
+    "blocks": 3390,
     "check": 2250,
     "checkpoint": 4170,
     "cli": 7540,
@@ -46,9 +46,9 @@ MOST_LINES = {
     "graph": 2070,
     "launch": 7570,
     "machine": 5400,
-    "model": 3650,
+    "model": 3670,
     "optimizers": 550,
-    "parallel": 7330,
+    "parallel": 7350,
     "partition": 1466,
     "pictures": 3780,
     "plan": 4360,

@@ -205,6 +205,8 @@ EXPERTS = [
     (SWITCH, "cp=2,ep=2"),
     (SWITCH, "cp=2,ep=2,cp_ulysses=2,zero=1,recompute=full"),
     (SWITCH, "dp_shard=2,ep=2,tp=2,sp=true"),
+    (SWITCH, "tp=4,sp=true,ep=4,etp=1,micro_batch=3"),
+    (SWITCH, "cp=2,tp=2,sp=true,ep=4,etp=1,recompute=full"),
     (MIXTRAL, "dp_shard=4,ep=4,tp=2,sp=true,etp=1,hpz=2"),
     (DEEPSEEK, "dp_shard=2,ep=2,tp=2,recompute=full"),
     (SWITCH, "dp_replicate=2,dp_shard=2,ep=2,zero=1"),

@@ -212,6 +212,8 @@ WITH_EXPERTS = [
     "pp=2,micro_batch=2,schedule=zb_h1",
     "cp=2",
     "cp=2,cp_ulysses=2,ep=2",
+    "tp=2,sp=true,ep=2,etp=1",
+    "cp=2,tp=2,sp=true,ep=4,etp=1",
 ]
 
 

@@ -7,7 +7,6 @@ from math import gcd
 
 from phalanx.axes.axis import AxisEntry
 from phalanx.blocks.kinds import block_kinds
-from phalanx.config.corpora import has_conversations
 from phalanx.config.job import Job
 from phalanx.nearest import Misfit, divisors, multiples
 from phalanx.techniques.technique import Problem
@@ -61,8 +60,6 @@ def _folded(job: Job) -> Iterator[Problem]:
     refused = (
         (not layout.sp, "routes each tensor rank's own tokens, which without sequence parallelism are all", "sp=true"),
         (model.parallel_block, "has no exchange of its own around experts in parallel blocks", ""),
-        (model.moe.capacity > 0, "has no equal parts of a sequence's capacity for tensor ranks", "moe.capacity=0"),
-        (has_conversations(job.data), "does not count conversations in parts", ""),
         (layout.tiles > 1 and "experts" in layout.tiled_layers, "leaves experts whole, which tile cuts", "tile=mlp"),
         (bool(names), f"is for the kind experts, not {', '.join(sorted(names))}", ""),
     )

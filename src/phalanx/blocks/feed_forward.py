@@ -224,7 +224,17 @@ def routed_rows(place: Place) -> int:
         return place.tokens * moe.top_k
     # The capacity of every conversation of a sequence is rounded up.
     most = moe.most_tokens(model.seq_len) + place.conversations - 1
-    return moe.n_experts * place.sequences * min(most, model.seq_len // place.cp)
+    seq = model.seq_len // place.cp
+    if not place.folds:
+        return moe.n_experts * place.sequences * min(most, seq)
+    met = sequences_met(place.sequences, seq, place.tp)
+    return moe.n_experts * place.tp * min(met * most, place.tokens // place.tp)
+
+
+def sequences_met(sequences: int, tokens: int, ranks: int) -> int:
+    """Returns the most of `sequences` of `tokens` each that one of equal runs of their tokens meets, a run per rank."""
+    run = sequences * tokens // ranks
+    return max((end - 1) // tokens - (end - run) // tokens + 1 for end in range(run, ranks * run + 1, run))
 
 
 def _router(place: Place, spread: Spread) -> Operator:
@@ -282,8 +292,10 @@ def _routing_messages(place: Place) -> Iterator[Message]:
         axes: tuple[Literal["tp", "cp"], ...] = ("tp", "cp") if place.folds else ("cp",)
         yield from (Message(axis, "all_reduce", counts, "index", forward=1, full=1) for axis in axes)
     if moe.capacity:
-        chosen = place.cp * place.tokens * moe.top_k
-        yield Message("cp", "all_gather", chosen, "index", forward=1, full=1)
+        chosen = place.tokens * moe.top_k
+        if place.folds:
+            yield Message("tp", "all_gather", chosen, "index", forward=1, full=1)
+        yield Message("cp", "all_gather", place.cp * chosen, "index", forward=1, full=1)
     else:
         n = place.slices
         yield Message("ep", "all_gather", place.ep * moe.n_experts, "index", forward=n, full=n)

@@ -282,8 +282,10 @@ class BlockBytes:
     def __init__(self, step: StepSizes, kind: LayerKind):
         model, memory_profile, width = step.spec.model, step.memory_profile, step.spec.width
         layout = step.spec.layout
+        # Sequences take equal parts of all, but for capacities of runs of them.
+        sequences = step.spec.batch.micro_batch if layout.folds and model.moe.capacity else 1
         place = place_of(
-            *(model, layout),
+            *(model, layout, sequences),
             width=width,
             narrow=step.spec.products in ("fp8", "fp4"),
             profile=memory_profile,

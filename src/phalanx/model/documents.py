@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cached_property
 from typing import NamedTuple
 
@@ -110,12 +111,16 @@ class Conversations:
 
     A batch has `rows` conversations, as if every sequence had `most`: sequence s has those from s × most on."""
 
-    def __init__(self, numbers: Tensor, most: int, here: Tensor | None = None):
+    def __init__(self, numbers: Tensor, most: int, here: Tensor | None = None, first: Tensor | None = None):
         """`numbers` (batch, whole sequence), int64, is the conversation of each position within its sequence, from 0 on
-        and below `most`; -1 for padding. `here` (batch, seq) are those of the tokens here, by default all."""
+        and below `most`; -1 for padding. `here` (batch, seq) are those of the tokens here, by default all; `first`
+        (batch, seq or 1) is the first conversation of each one's sequence."""
         self.whole, self.most = numbers, most
         self.here = numbers if here is None else here
         self.rows = len(numbers) * most
+        self.each = torch.arange(0, self.rows, most, device=numbers.device).unsqueeze(1)
+        """The first conversation of each sequence, (batch, 1)."""
+        self.first = self.each if first is None else first
 
     def at(self, places: Tensor | slice) -> Conversations:
         """Returns them with only some places of the sequences here."""
@@ -124,6 +129,10 @@ class Conversations:
     def part(self, samples: slice) -> Conversations:
         """Returns those of some of the sequences."""
         return Conversations(self.whole[samples], self.most, self.here[samples])
+
+    def those(self, run: Callable[[Tensor], Tensor]) -> Conversations:
+        """Returns them with only those tokens here that `run` takes of (batch, seq)."""
+        return Conversations(self.whole, self.most, run(self.here), run(self.first.expand_as(self.here)))
 
     @property
     def real(self) -> Tensor:
@@ -134,19 +143,19 @@ class Conversations:
     def sums(self, x: Tensor) -> Tensor:
         """Returns `x` (batch, seq, n) summed over the tokens here of each conversation, (rows, n)."""
         sums = x.new_zeros(self.rows + 1, x.shape[-1])
-        return sums.index_add(0, self._rows_of(self.here).flatten(), x.flatten(0, 1))[:-1]
+        return sums.index_add(0, self._rows_of(self.here, self.first).flatten(), x.flatten(0, 1))[:-1]
 
     @uncompiled
     def counts(self, chosen: Tensor, n: int) -> Tensor:
         """Returns how often each of `n` values occurs in `chosen` (batch, seq, m) in each conversation, (rows, n)."""
-        places = n * self._rows_of(self.here).unsqueeze(-1) + chosen
+        places = n * self._rows_of(self.here, self.first).unsqueeze(-1) + chosen
         counts = chosen.new_zeros((self.rows + 1) * n)
         return counts.scatter_add_(0, places.flatten(), torch.ones_like(chosen).flatten()).view(-1, n)[:-1]
 
     def lengths(self) -> Tensor:
         """Returns the tokens of the conversation at each position of the whole sequences, (batch, whole sequence); 0 at
         padding."""
-        rows = self._rows_of(self.whole)
+        rows = self._rows_of(self.whole, self.each)
         counts = rows.new_zeros(self.rows + 1).scatter_add_(0, rows.flatten(), (self.whole >= 0).long().flatten())
         return counts[rows]
 
@@ -155,7 +164,7 @@ class Conversations:
         places = torch.arange(self.whole.shape[1], device=self.whole.device).expand_as(self.whole)
         return places.where(F.pad(self.whole.diff(dim=1) != 0, (1, 0), value=True), 0).cummax(1).values
 
-    def _rows_of(self, numbers: Tensor) -> Tensor:
-        """Returns the row of the conversation of each of `numbers` (batch, n); `rows` for padding."""
-        first = torch.arange(0, self.rows, self.most, device=numbers.device)
-        return (first.unsqueeze(1) + numbers).where(numbers >= 0, self.rows)
+    def _rows_of(self, numbers: Tensor, first: Tensor) -> Tensor:
+        """Returns the row of the conversation of each of `numbers` (batch, n), those of whose sequence begin with
+        `first`; `rows` for padding."""
+        return (first + numbers).where(numbers >= 0, self.rows)

@@ -278,6 +278,15 @@ class Sequences:
         """Returns the local part of such a whole."""
         return x
 
+    def runs(self, x: Tensor) -> tuple[Tensor, int]:
+        """Returns local tokens (batch, seq, ...) as runs (runs, tokens, ...), and the most sequences a run meets on any
+        rank."""
+        return x, 1
+
+    def here(self, conversations: Conversations) -> Conversations:
+        """Returns the conversations with only the local tokens here, of those that attention has."""
+        return conversations
+
 
 class Statistics(NamedTuple):
     """What backward passes record."""
@@ -402,6 +411,7 @@ class MixtureOfExperts(nn.Module):
     def forward(self, x: Tensor, conversations: Conversations | None = None) -> Tensor:
         """Applies the layer, (batch, seq, d_model) to the same shape, or with norms of their own to the outputs of
         routed and shared experts in a row. Without `conversations` every sequence is one."""
+        conversations = None if conversations is None else self.routing.sequences.here(conversations)
         routes, tokens = self.route(x, conversations), x.flatten(0, 1)
         of_shared = tokens if self.shared_scale is None else tokens * self.shared_scale
         tokens = tokens if self.expert_scale is None else tokens * self.expert_scale
@@ -510,9 +520,9 @@ class MixtureOfExperts(nn.Module):
 
     @uncompiled
     def _within_capacity(self, chosen: Tensor, conversations: Conversations | None) -> Slots:
-        """Returns equally many rows per expert and sequence, filled or not, so that no size depends on the data."""
+        """Returns equally many rows per expert and run of tokens, filled or not, so that no size depends on the
+        data."""
         moe, sequences = self.config.moe, self.routing.sequences
-        batch, seq, _ = chosen.shape
         whole = sequences.whole(chosen)
         most = moe.most_tokens(whole.shape[1])
         if conversations is None:
@@ -523,16 +533,18 @@ class MixtureOfExperts(nn.Module):
             capacities = _capacities(moe, whole.shape[1], whole.device)[conversations.lengths()]
             within = before < capacities.unsqueeze(-1)  # none of padding's
             most += conversations.most - 1  # each conversation's capacity is rounded up
-        kept = sequences.mine(within)
-        rows = min(most, seq)
-        sequence = torch.arange(batch, device=chosen.device)[:, None, None]
-        row = (chosen * batch + sequence) * rows + _places(chosen, kept.long(), moe.n_experts)
+        kept, _ = sequences.runs(sequences.mine(within))
+        chosen, met = sequences.runs(chosen)
+        runs, tokens, top_k = chosen.shape
+        rows = min(met * most, tokens)
+        run = torch.arange(runs, device=chosen.device)[:, None, None]
+        row = (self.order(chosen) * runs + run) * rows + _places(chosen, kept.long(), moe.n_experts)
         # Dropped choices go to an extra row, which is then cut off.
-        last = moe.n_experts * batch * rows
+        last = moe.n_experts * runs * rows
         choices = row.new_full((last + 1,), chosen.numel())
         places = torch.arange(chosen.numel(), device=chosen.device)
         choices.scatter_(0, row.where(kept, last).flatten(), places)
-        return Slots(choices[:-1], row.where(kept, 0).flatten(0, 1), None, kept.flatten(0, 1))
+        return Slots(choices[:-1], row.where(kept, 0).view(-1, top_k), None, kept.reshape(-1, top_k))
 
 
 class _LayerStatistics(NamedTuple):

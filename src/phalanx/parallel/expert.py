@@ -16,8 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from phalanx.blocks.feed_forward import sequences_met
 from phalanx.comm.axis import Axis, Pending
 from phalanx.config.layout import Layout
+from phalanx.model.documents import Conversations
 from phalanx.model.layers import uncompiled
 from phalanx.model.moe import Ends, GroupedLinear, MixtureOfExperts, Sequences
 from phalanx.partition.tensor_slices import experts_of, in_order_of_ranks
@@ -71,6 +73,26 @@ class FoldedSequences(Sequences):
         # A product adds in the same order in every run, as an index_add on a GPU does not.
         of_sequence = nn.functional.one_hot(self._numbers(x), len(x)).to(x.dtype)
         return of_sequence.t() @ x.flatten(0, 1)
+
+    @uncompiled
+    def whole(self, x: Tensor) -> Tensor:
+        every = x.new_empty(self.tp.size * len(x), *x.shape[1:])
+        self.tp.all_gather(every.view(-1), x.detach().contiguous().view(-1)).wait()
+        return self.inside.whole(every.view(len(x), -1, *x.shape[2:]))
+
+    @uncompiled
+    def mine(self, x: Tensor) -> Tensor:
+        return self._run(self.inside.mine(x))
+
+    def runs(self, x: Tensor) -> tuple[Tensor, int]:
+        return x.flatten(0, 1).unsqueeze(0), sequences_met(len(x), x.shape[1] * self.tp.size, self.tp.size)
+
+    def here(self, conversations: Conversations) -> Conversations:
+        return conversations.those(self._run)
+
+    def _run(self, x: Tensor) -> Tensor:
+        """Returns the tokens here, (batch, seq / tp, ...), of those of all tensor ranks, (batch, seq, ...)."""
+        return x.flatten(0, 1).chunk(self.tp.size)[self.tp.rank].view(len(x), -1, *x.shape[2:])
 
     def _numbers(self, x: Tensor) -> Tensor:
         """Returns the number of the sequence of each token of `x` (batch, seq / tp, ...), (batch × seq / tp,)."""

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from phalanx.axes.experts import EXPERTS
 from phalanx.check.layout import layout_problems
 from phalanx.config.cluster import Cluster, with_processes
-from phalanx.config.corpora import PAIR, Compared, has_conversations, has_pairs
+from phalanx.config.corpora import PAIR, Compared, has_pairs
 from phalanx.config.job import GrpoOptions, Job, Optimizer, Train
 from phalanx.config.layout import Layout
 from phalanx.config.model import ModelConfig
@@ -50,8 +50,6 @@ class PlanRequest:
     optimizer: Optimizer = field(default_factory=Optimizer)
     together: int = 1
     """Sequences that belong together: micro-batches are multiples of it."""
-    folds: bool = True
-    """Whether etp=1 is tried, where model and framework allow it."""
     document_mask: bool = False
     """Whether attention must not cross documents."""
     more: UpdateCosts = NOTHING_MORE
@@ -160,7 +158,6 @@ def plan_request(job: Job, vocab: int, fixed: Mapping[str, Any] | None = None) -
         dict(fixed or {}),
         optimizer=spec.optimizer,
         together=PAIR if has_pairs(job.data) else 1,
-        folds=not has_conversations(job.data),
         document_mask=spec.document_mask,
         more=spec.more,
         compared=spec.compared,
@@ -400,7 +397,7 @@ def _inner(model: ModelConfig, world: int, most_tp: int, fixed: Mapping[str, Any
 def _folds(request: PlanRequest, tp: int) -> bool:
     """Returns whether tensor ranks may hold whole experts: not in frameworks that are predicted to do so anyway."""
     layout = Layout(tp=tp, sp=True, ep=tp, etp=1)
-    return request.folds and not request.framework.ep_folds and not any(EXPERTS.problems(request.job(layout)))
+    return not request.framework.ep_folds and not any(EXPERTS.problems(request.job(layout)))
 
 
 def _takes_hpz(base: Layout, mesh: MeshDegrees) -> bool:
