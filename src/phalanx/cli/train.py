@@ -89,6 +89,11 @@ def _read(argv: Sequence[str], ranks: Ranks | None) -> Words | None:
             f"checkpoint.memory_every: ranks of {ranks.source} end with their launcher, and nothing holds memory for "
             "them; set 0, or start `phalanx train` once per node with run.nnodes"
         )
+    if words.job.run.min_replicas:
+        raise JobError(
+            f"run.min_replicas: {ranks.source} ends all ranks with the first that is lost; set 0, or start `phalanx "
+            "train` alone"
+        )
     if "rehearse" in words.switches:
         raise JobError("--rehearse is for one launcher; before torchrun, srun or mpiexec run `phalanx dryrun`")
     if (processes := words.job.layout.processes) != ranks.world:
@@ -159,7 +164,7 @@ def _start(words: Words) -> int:
 
             rehearse_first(job)
         directory.start(loaded)
-        plain = not job.run.nnodes and not job.checkpoint.memory_every
+        plain = not job.run.nnodes and not job.checkpoint.memory_every and not job.run.min_replicas
         if job.layout.processes == 1 and plain and loaded.origins["run.max_restarts"] == "default":
             return _be_a_rank(job, SINGLE, directory.next_log_dir() / "stderr.log", as_json)
         return _launch(loaded, directory, as_json)
@@ -197,6 +202,7 @@ def _launch(loaded: LoadedJob, directory: RunDirectory, as_json: bool) -> int:
     from phalanx.train.run_directory import newest_step
 
     processes = job.layout.processes // job.run.most_nodes
+    replicas = (job.layout.dp_replicate, job.run.min_replicas) if job.run.min_replicas else None
     if job.cluster.nodes > 1 and not job.run.nnodes:
         nodes = job.cluster.nodes
         raise JobError(
@@ -208,7 +214,7 @@ def _launch(loaded: LoadedJob, directory: RunDirectory, as_json: bool) -> int:
     argv = ["train", str(directory.config), *(["--json"] if as_json else [])]
     return launch_local(
         argv,
-        processes=processes,
+        processes=processes // replicas[0] if replicas else processes,
         log_dir=directory.logs,
         threads=threads_for(job.run.threads, processes),
         all_ranks=job.run.all_ranks,
@@ -224,6 +230,7 @@ def _launch(loaded: LoadedJob, directory: RunDirectory, as_json: bool) -> int:
         ),
         nodes=nodes,
         memory=job.checkpoint.memory_every > 0,
+        replicas=replicas,
     )
 
 

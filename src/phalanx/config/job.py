@@ -358,6 +358,9 @@ class RunOptions:
     max_restarts: Annotated[int, Interval(0)] = 3
     """Restarts, within restart_window_s, of ranks that were killed, crashed or hang. They resume from the newest valid
     checkpoint. A run of one process has no launcher and is restarted only if this is set."""
+    min_replicas: Annotated[int, Interval(0), Example("1")] = 0
+    """Replicas (dp_replicate) without which the run waits: each is started again alone, while the others go on with the
+    whole batch, and copies their state when it is back. 0: the loss of a rank restarts all of them."""
     restart_window_s: Annotated[float, Interval(above=0)] = 3600.0
     """Seconds after which a restart no longer counts against max_restarts."""
     nnodes: Annotated[str, _NODES, Example('"1:2"')] = ""

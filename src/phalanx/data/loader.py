@@ -650,7 +650,8 @@ class Batches:
     Step s takes the global samples first_sample + s × global_batch and the global_batch - 1 after it; rank r takes the
     r-th of `ranks` equal parts of them, in order, as global_batch / (ranks × micro_batch) micro-batches. `prefetch`
     steps are read ahead; 0 reads in the caller's thread. Independent `replicas` each update with one of so many equal
-    parts of a step. With a `ramp` the steps from `first_step` on have its sizes. Use it in a `with` block, or close it.
+    parts of a step. `members` is (i, n) for the i-th of n groups of `ranks` ranks that deal out the micro-batches of a
+    step among them, some one more than others. With a `ramp` the steps from `first_step` on have its sizes. Use it in a `with` block, or close it.
 
     Raises JobError if global_batch is not a multiple of ranks × micro_batch.
     """
@@ -667,6 +668,7 @@ class Batches:
         first_sample: int = 0,
         prefetch: int = 4,
         replicas: int = 1,
+        members: tuple[int, int] = (0, 1),
         ramp: Ramp | None = None,
         first_step: int = 0,
     ):
@@ -689,6 +691,7 @@ class Batches:
             seed=seed,
             first=first_sample,
             replicas=replicas,
+            members=members,
         )
         self._steps = ReadAhead(steps, prefetch) if prefetch > 0 else steps
 
@@ -761,11 +764,15 @@ def _steps(
     seed: int,
     first: int,
     replicas: int,
+    members: tuple[int, int],
 ) -> Generator[list[MicroBatch]]:
     while True:
         phase = ramp.at(step)
-        share, micro_batch = phase.batch.global_batch // ranks, phase.batch.micro_batch
-        begin = first + rank * share
+        micro_batch = phase.batch.micro_batch
+        rounds, (member, most) = phase.batch.global_batch // (ranks * micro_batch), members
+        before, until = rounds * member // most, rounds * (member + 1) // most
+        share = (until - before) * micro_batch
+        begin = first + before * micro_batch * ranks + rank * share
         numbers = np.arange(begin, begin + share)
         ids = data.order(begin, share, seed)
         parts = [slice(start, start + micro_batch) for start in range(0, share, micro_batch)]

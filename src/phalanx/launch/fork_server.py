@@ -21,6 +21,7 @@ import runpy
 import signal
 import socket
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -56,15 +57,17 @@ class ForkServer:
             )
         self._answers = self._socket.makefile("rb")
         self._is_ready = False
+        self._lock = threading.Lock()
 
     def wait(self, give_up: Callable[[], bool]) -> bool:
         """Waits until the modules are imported, for at most five minutes or until `give_up` holds; returns whether they
         are. A rank started afresh would not be there sooner."""
         end = time.monotonic() + _IMPORT_S * self._patience
-        self._socket.settimeout(_POLL_S)
-        while not self._is_ready and self._lives and time.monotonic() < end and not give_up():
-            with suppress(TimeoutError):
-                self._is_ready = self._socket.recv(len(_READY)) == _READY
+        with self._lock:
+            self._socket.settimeout(_POLL_S)
+            while not self._is_ready and self._lives and time.monotonic() < end and not give_up():
+                with suppress(TimeoutError):
+                    self._is_ready = self._socket.recv(len(_READY)) == _READY
         return self._is_ready and self._lives
 
     @property
@@ -88,8 +91,8 @@ class ForkServer:
         Raises OSError if the server does not answer."""
         request = {"environment": dict(environment), "command": list(command), "stdout": stdout, "stderr": stderr}
         text = json.dumps(request).encode()
-        self._socket.settimeout(_ANSWER_S * self._patience)
-        with _adopting():
+        with self._lock, _adopting():
+            self._socket.settimeout(_ANSWER_S * self._patience)
             socket.send_fds(self._socket, [len(text).to_bytes(4, "big")], descriptors)
             self._socket.sendall(text)
             answer = self._answers.readline()

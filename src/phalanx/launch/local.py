@@ -108,9 +108,10 @@ def ranks(
     try:
         for rank, variables in environments.items():
             directory = logs.rank_dir(rank)
-            files = [str(directory / f"{stream}.log") if rank else "" for stream in _STREAMS]
+            to_files = rank or not logs.owns_terminal
+            files = [str(directory / f"{stream}.log") if to_files else "" for stream in _STREAMS]
             pids[rank] = start(command, {**os.environ, **variables, LOG_DIR: str(directory)}, *files)
-            if rank and logs.all_ranks:
+            if to_files and logs.all_ranks:
                 shown = zip(files, _STREAMS, strict=True)
                 tails += [threading.Thread(target=_tail, args=(rank, *each, over)) for each in shown]
         for tail in tails:
@@ -333,7 +334,7 @@ class Attempts:
         self.policy = RestartPolicy(restarts)
         self.count = 0
         self.code = 0  # exit code of the latest attempt that has ended
-        self._standby: ForkServer | None = None
+        self.standby: ForkServer | None = None
         self._restarted: dict[str, object] = {}
         self.world: int | None = None  # ranks of the attempt, on all nodes; None if all are on this one
 
@@ -341,7 +342,7 @@ class Attempts:
         """Runs `python -m COMMAND` as this many ranks, again and again while they fail and the policy says so. Returns
         the exit code of the latest attempt."""
         if self.restarts.preload and (processes > 1 or self.restarts.most):
-            self._standby = ForkServer(self.restarts.preload, self.logs.environment)
+            self.standby = ForkServer(self.restarts.preload, self.logs.environment)
         while (part := self.part()) is not None:
             common = self.begin()
             variables = part.variables(processes, self.count - 1, self.policy.most)
@@ -349,8 +350,8 @@ class Attempts:
             environments = {rank: own | common for rank, own in variables.items()}
             watchdog = Watchdog(self.logs.heartbeats, self._limits, say, self._metrics, states=self.logs.attempt_dir)
             self.supervisor = Supervisor(self.logs.outcome, self._grace_s, self.signals, watchdog)
-            is_ready = self._standby is not None and self._standby.wait(lambda: bool(self.signals.requests))
-            standby = self._standby if is_ready else None
+            is_ready = self.standby is not None and self.standby.wait(lambda: bool(self.signals.requests))
+            standby = self.standby if is_ready else None
             with ranks([*command, *part.words], environments, self.logs, standby) as pids:
                 while self.watch(pids):
                     time.sleep(_POLL_S)
@@ -366,8 +367,8 @@ class Attempts:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._standby is not None:
-            self._standby.close()
+        if self.standby is not None:
+            self.standby.close()
 
     def begin(self) -> dict[str, str]:
         """Begins an attempt. Returns variables for its ranks."""
@@ -605,6 +606,7 @@ def launch_local(
     restarts: Restarts = NO_RESTARTS,
     nodes: Nodes | None = None,
     memory: bool = False,
+    replicas: tuple[int, int] | None = None,
 ) -> int:
     """Runs `python -m module ARGV…` as `processes` ranks and returns the exit code of the launch.
 
@@ -623,6 +625,7 @@ def launch_local(
         metrics: file to which rows about slow ranks are appended.
         nodes: the run's other nodes, and this one's part; None if all ranks are on this machine.
         memory: keep the newest state of the ranks in memory while they are started again.
+        replicas: how many replicas of `processes` ranks come and go, and without how many the run waits.
     """
     _say_whose_threads(threads)
     network = nodes.environment if nodes else LOOPBACK
@@ -631,6 +634,13 @@ def launch_local(
         logs = AttemptLogs(log_dir.absolute(), store_dir, environment, all_ranks)
         try:
             with _memory_in(store_dir, nodes) if memory else nullcontext() as kept:
+                if replicas:
+                    from phalanx.launch.replicas import launch_replicas
+
+                    how = (stopped, replace(restarts, preload=[], directory=None), grace_s, limits, metrics, kept)
+                    if restarts.directory is not None:
+                        logs.environment = {**environment, GENERATION: claim(restarts.directory)}
+                    return launch_replicas([module, *argv], *replicas, processes, logs, restarts.preload, *how)
                 how = (logs, stopped, restarts, grace_s, limits, metrics, kept)
                 attempts = NodeAttempts(nodes, *how) if nodes else Attempts(*how)
                 with attempts, attempts.signals.handled():

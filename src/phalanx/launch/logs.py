@@ -73,9 +73,19 @@ class AttemptLogs:
         self.environment = environment
         self.all_ranks = all_ranks
         self.attempt_dir = log_dir
+        self.owns_terminal = True
+        """Whether rank 0 keeps the terminal; otherwise it writes to files, too."""
         self.shared_attempt = ""
         """Name of the next attempt's directory if all nodes share it, whose ranks do not meet through a file; empty for
         the next that is free."""
+
+    def of_replica(self, replica: int) -> AttemptLogs:
+        """Returns the logs of the ranks of one replica, the first of which keeps the terminal."""
+        name = f"replica_{replica}"
+        (self._store_dir / name).mkdir()
+        own = AttemptLogs(self._log_dir / name, self._store_dir / name, self.environment, self.all_ranks)
+        own.owns_terminal = replica == 0
+        return own
 
     def rank_dir(self, rank: int) -> Path:
         return self.attempt_dir / f"rank_{rank}"

@@ -24,6 +24,8 @@ GENERATION = "PHALANX_GENERATION"
 """Generation of the run directory that the attempt has claimed (launch/logs.py)."""
 MEMORY = "PHALANX_MEMORY"
 """JSON about the memory of the nodes for the newest state (launch/peers.py): this node's folder, all addresses."""
+REPLICA = "PHALANX_REPLICA"
+"""JSON about the replica of a rank that may come and go, and where its coordinator listens (launch/replicas.py)."""
 RESTARTED = "PHALANX_RESTARTED"
 """JSON about the failure after which the attempt was started: {"attempt": 1, "reason": ..., "time": seconds since the
 epoch at which it was noticed}."""

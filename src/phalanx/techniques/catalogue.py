@@ -18,7 +18,7 @@ from phalanx.techniques.compiling import COMPILE
 from phalanx.techniques.loss import LOSS_CHUNK, NOISE, POLICY, PREFERENCE, REWARD, SMOOTHING
 from phalanx.techniques.offload import OFFLOAD
 from phalanx.techniques.precision import PRECISION
-from phalanx.techniques.replicas import COMPRESSION, INDEPENDENT_REPLICAS, THREADS
+from phalanx.techniques.replicas import COMPRESSION, ELASTIC, INDEPENDENT_REPLICAS, THREADS
 from phalanx.techniques.technique import Condition, Problem, Technique, problems
 from phalanx.techniques.tiling import TILING
 from phalanx.techniques.zeropp import QUANTISATION, SECOND_COPY
@@ -73,6 +73,7 @@ OWN: Mapping[str, Technique] = MappingProxyType(
         "compile": COMPILE,
         "offload": OFFLOAD,
         "sync": INDEPENDENT_REPLICAS,
+        "elastic": ELASTIC,
         "threads": THREADS,
         "compression": COMPRESSION,
         "lora": ADAPTERS,

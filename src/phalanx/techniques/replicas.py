@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from phalanx.config.cluster import DEVICE_WORDS
+from phalanx.config.corpora import CORPORA
 from phalanx.config.fields import get
 from phalanx.config.job import Job
 from phalanx.config.layout import Layout
@@ -148,6 +149,42 @@ def _compression_differs(job: Job) -> Iterator[Problem]:
     )
 
 
+def _elastic_problems(job: Job) -> Iterator[Problem]:
+    """Yields what replicas that come and go do not do yet."""
+    least, layout = job.run.min_replicas, job.layout
+    if not least:
+        return
+    if not 2 <= layout.dp_replicate >= least:
+        yield (
+            "run.min_replicas",
+            f"{least} of dp_replicate {layout.dp_replicate} replicas; nearest legal: "
+            f"{max(1, min(least, layout.dp_replicate))} with layout.dp_replicate={max(2, layout.dp_replicate)}",
+        )
+    refused = {
+        "layout.pp": (layout.pp > 1, "a schedule has a fixed number of micro-batches", "pp=1"),
+        "layout.sync": (layout.sync != "bsp", "replicas sum gradients in every step", "sync=bsp"),
+        "layout.compression": (layout.compression != "none", "sums are not compressed", "compression=none"),
+        "layout.data_parallel": (layout.data_parallel == "threads", "replicas are processes", "data_parallel=ddp"),
+        "layout.axes": (bool(layout.axes.sizes), "axes of packages join their ranks once", "none of them"),
+        "layout.offload": (layout.offload != "none", "gradients are summed on the device", "offload=none"),
+        "model.moe.n_experts": (bool(job.model.moe.n_experts), "routers count over all ranks", "a dense model"),
+        "model.sparse.top_k": (bool(job.model.sparse.top_k), "indexers count over all ranks", "top_k=0"),
+        "model.mtp": (bool(job.model.mtp), "only the main loss is summed", "mtp=0"),
+        "data.corpus": (
+            CORPORA[job.data.corpus].rows is not None,
+            "only the loss of texts is summed",
+            "a corpus of texts",
+        ),
+        "data.readers": (bool(job.data.readers), "a replica reads for itself", "readers=0"),
+        "checkpoint.memory_every": (bool(job.checkpoint.memory_every), "replicas are the copies", "memory_every=0"),
+        "run.nnodes": (bool(job.run.nnodes), "the launcher of one machine holds the replicas", "leave it out"),
+        "run.max_restarts": (not job.run.max_restarts, "a replica comes back by a restart", "max_restarts=3"),
+    }
+    for path, (wrong, why, legal) in refused.items():
+        if wrong:
+            yield path, f"with run.min_replicas={least} {why}; nearest legal: {legal}, or run.min_replicas=0"
+
+
 _DILOCO = is_one_of("layout.sync", "diloco")
 INDEPENDENT_REPLICAS = Technique(
     "replicas that train alone and synchronise now and then",
@@ -161,6 +198,13 @@ INDEPENDENT_REPLICAS = Technique(
         "optimizer.outer_momentum": _DILOCO,
     },
     differs=_differs,
+)
+ELASTIC = Technique(
+    "replicas that come and go",
+    "torchft (Meta 2025), fault-tolerant HSDP",
+    is_on=lambda job: job.run.min_replicas > 0,
+    fields=("run.min_replicas",),
+    layout_problems=_elastic_problems,
 )
 THREADS = Technique(
     "replicas as threads of one process",

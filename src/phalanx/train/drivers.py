@@ -16,7 +16,7 @@ import math
 import threading
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import astuple, dataclass, replace
 from statistics import fmean
 from typing import Any
@@ -32,6 +32,7 @@ from phalanx.launch.watchdog.heartbeat import Phase
 from phalanx.parallel.objective import MicroTensors
 from phalanx.parallel.parameter_shards import ParameterShard, counted
 from phalanx.parallel.pipeline import PipeDream
+from phalanx.train.elastic import ElasticReplicas, MembershipChangedError
 from phalanx.train.feed import Feed
 from phalanx.train.guard import Guard
 from phalanx.train.optimizer import ShardedOptimizer, square_sum
@@ -483,26 +484,43 @@ class SynchronousDriver(StepDriver):
 
     def steps(self) -> Iterator[tuple[int, Step]]:
         for done in range(self.first, self.milestones.last):
-            # Independent replicas cannot drop a step alone: they wait until the data come.
-            waits = self.stepper.independent_replicas > 1
-            micro_batches, requests = self.feed.take() if waits else self.feed.take_unless(self._stops), self.requests()
-            if micro_batches is None:
-                micro_batches, requests = self.feed.blank(), replace(requests, void=True)
-            tokens, samples = self.feed.tokens(done), self.feed.samples(done)
-            inputs = StepInputs(micro_batches, done, tokens, self.lr(done), requests, samples)
-            if self.guard is None:
-                known = [(done + 1, self.stepper.step(inputs))]
-            else:
-                known = self.guard.submit(inputs, settles=self.milestones.needs_weights(done + 1))
-            for number, step in known:
+            for number, step in self.take(done):
                 if step.requests.void:
                     yield number - 1, step
                     return
                 self.record_step(number, step)
                 yield number, step
 
+    def take(self, done: int) -> Iterable[tuple[int, Step]]:
+        """Takes the step after `done` steps; returns those that are known by now."""
+        # Independent replicas cannot drop a step alone: they wait until the data come.
+        waits = self.stepper.independent_replicas > 1
+        micro_batches, requests = self.feed.take() if waits else self.feed.take_unless(self._stops), self.requests()
+        if micro_batches is None:
+            micro_batches, requests = self.feed.blank(), replace(requests, void=True)
+        tokens, samples = self.feed.tokens(done), self.feed.samples(done)
+        inputs = StepInputs(micro_batches, done, tokens, self.lr(done), requests, samples)
+        if self.guard is None:
+            return [(done + 1, self.stepper.step(inputs))]
+        return self.guard.submit(inputs, settles=self.milestones.needs_weights(done + 1))
+
     def _stops(self) -> bool:
         return self.requests().stop
+
+
+class ElasticDriver(SynchronousDriver):
+    """Takes each step with the replicas that are there, and again if one of them is lost in it."""
+
+    def take(self, done: int) -> Iterable[tuple[int, Step]]:
+        replicas = self.stepper.elastic
+        assert isinstance(replicas, ElasticReplicas), "the job has run.min_replicas"
+        while True:
+            replicas.settle()
+            self.feed.divide(replicas.place, replicas.size, done)
+            try:
+                return super().take(done)
+            except MembershipChangedError:
+                self.stepper.discard()
 
 
 class StreamDriver(StepDriver):
@@ -552,4 +570,6 @@ class AsynchronousDriver(StepDriver):
 def driver_of(stepper: Stepper) -> type[StepDriver]:
     if stepper.job.layout.sync == "asp":
         return AsynchronousDriver
+    if stepper.elastic:
+        return ElasticDriver
     return StreamDriver if isinstance(stepper.replica.runner, PipeDream) else SynchronousDriver

@@ -126,6 +126,8 @@ class Feed:
         self.streams: dict[int, Batches] = {}
         """By data rank: the steps that this rank reads, its own and those of its followers."""
         self.next: list[MicroBatch] | None = None
+        self.members = 0, 1
+        """The place of this replica among those that come and go, and their number."""
         meter.tokens_of = self._tokens_of if data.most_conversations else None
 
     def __enter__(self) -> Feed:
@@ -136,6 +138,15 @@ class Feed:
             stream.close()
         if kind is None:
             self.readers.settle()
+
+    def divide(self, place: int, size: int, done: int) -> None:
+        """Reads from the step after `done` steps on the part of the `place`-th of `size` replicas that come and go."""
+        if self.members != (place, size) or self.steps_read != done:
+            for stream in self.streams.values():
+                stream.close()
+            first = self.samples(done).start
+            self.first_sample, self.first_step, self.steps_read = first, done, done
+            self.members, self.streams, self.next = (place, size), {}, None
 
     def samples(self, done: int) -> range:
         """Returns the samples of the global batch of the step after `done` steps."""
@@ -239,6 +250,7 @@ class Feed:
             self.streams = {
                 data: self._open(
                     *(self.first_sample, self.batch.global_batch, data, self.mesh.data_ranks),
+                    members=self.members,
                     prefetch=self.job.data.prefetch,
                     replicas=self.job.layout.independent_replicas,
                     ramp=self.ramp,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import time
 from functools import partial
 from typing import Any
@@ -13,7 +14,7 @@ import torch
 from phalanx.comm.agree import on_rank_zero, require_same_calls
 from phalanx.config.job import Job
 from phalanx.errors import StoppedError
-from phalanx.launch.ranks import Ranks
+from phalanx.launch.ranks import REPLICA, Ranks
 from phalanx.launch.watchdog import heartbeat
 from phalanx.launch.watchdog.heartbeat import Phase
 from phalanx.parallel import mesh as meshes
@@ -25,6 +26,7 @@ from phalanx.train.agreement import agree_on_job, open_data
 from phalanx.train.callbacks import Callback, Done, NotFiniteAdvice
 from phalanx.train.drivers import UNKNOWN, StepDriver, driver_of
 from phalanx.train.evaluate import Validator, refer, validate
+from phalanx.train.elastic import ElasticReplicas
 from phalanx.train.feed import DataReaders, Feed
 from phalanx.train.guard import Guard, Rewind, guard_of
 from phalanx.train.metrics import ExpertLoads, Meter, Recorder
@@ -45,15 +47,18 @@ class Trainer:
     def __init__(self, job: Job, ranks: Ranks, device: torch.device, stop: StopRequest):
         self.job, self.ranks, self.device, self.stop = job, ranks, device, stop
         agree_on_job(job, device)
+        self.replicas = ElasticReplicas(job, ranks, device) if REPLICA in os.environ else None
         self.directory = RunDirectory.of(job)
         self.ramp = ramp_of(job)
-        self.mesh = meshes.build(job.layout, device.type)
+        own = self.replicas.job if self.replicas else job  # the layout and batch of this rank's world
+        self.mesh = meshes.build(own.layout, device.type)
         self.train_data, self.val_data = open_data(job, self.directory, ranks)
         index = self.train_data.index
         on_rank_zero(lambda: start.keep_tokenizer(job, self.train_data, self.directory))
         vocab_size = on_rank_zero(lambda: start.vocabulary_of(job, self.directory, index.vocab_size))
         start.log_start(job, device, self.ramp.phases[-1].batch, self.train_data, vocab_size)
-        self.stepper = Stepper(job, self.mesh, device, vocab_size)
+        self.stepper = Stepper(own, self.mesh, device, vocab_size)
+        self.stepper.elastic = self.replicas
         self.state = TrainState(self.stepper, index.fingerprint, vocab_size)
         self.milestones = Milestones.of(job)
         self.save_timer = SaveTimer(0 if ranks.rank else job.checkpoint.every_minutes)
@@ -66,8 +71,11 @@ class Trainer:
             self.rollouts = TECHNIQUES.code(makes[0], "samples")(self.stepper, self.train_data, self.directory)
         started = refer(self.stepper, self.directory, index.fingerprint, splits, stop, self._start)
         started |= bool(self.rollouts and self.rollouts.refer(self._start))
-        if not self._resume() and not started:
+        if not (self.replicas and self.replicas.link.copies) and not self._resume() and not started:
             self._start()
+        self.over = False
+        if self.replicas:
+            self.over = not self.replicas.enter(self.state)
         self.profile = StepProfile(self.stepper, self.directory, ranks.rank, self.state.step)
         self.first_step = self.state.step
         self.readers = DataReaders(job.data.readers, job.layout, self.mesh)
@@ -77,10 +85,15 @@ class Trainer:
     def run(self) -> dict[str, Any]:
         """Trains until the job's last step or a request to stop. Returns the summary; raises the errors of `train`."""
         state, last, began = self.state, self.milestones.last, time.perf_counter()
+        if self.over:
+            log.info("the other replicas have finished the run")
+            return self._summary(math.nan, 0.0)
         self.save_timer.restart()
         self.mesh.ledger.clear()
         with self._recorder() as recorder, self._telemetry(recorder) as telemetry, self.saving:
             self._record_start(recorder)
+            if self.replicas:
+                self.replicas.meet(partial(self._members_changed, recorder))
             self.profile.pause = recorder.meter.pause
             validates = self.rollouts.validate if self.rollouts else validate
             guard = guard_of(self.stepper, state.history, recorder.guard)
@@ -110,6 +123,8 @@ class Trainer:
                 self.saving.finish_uploads()
             stopped = done.stops and state.step < last
             recorder.end(state.step, *(("stopped", self.stop.reason) if stopped else ("finished",)))
+        if self.replicas:
+            self.replicas.finish()
         if stopped:
             reason = on_rank_zero(lambda: self.stop.reason)
             raise StoppedError(
@@ -160,7 +175,8 @@ class Trainer:
 
     def requests(self) -> Requests:
         """Returns what this rank asks of all ranks after the step that begins."""
-        return Requests(stop=self.stop.requested, save=self.save_timer.due)
+        leads = self.replicas is None or self.replicas.leads
+        return Requests(stop=self.stop.requested, save=self.save_timer.due and leads)
 
     def _lr(self, step: int) -> float:
         size = self.ramp.at(step).batch.global_batch
@@ -197,8 +213,11 @@ class Trainer:
     def _recorder(self) -> Recorder:
         """Returns the rank's recorder: it writes metrics.jsonl on rank 0, nothing on the others."""
         meter = Meter.of(self.job, self.state.vocab_size, self.peak.flops)
-        path = self.directory.metrics if self.ranks.rank == 0 else None
+        path = None if self.ranks.rank or (self.replicas and not self.replicas.leads) else self.directory.metrics
         return Recorder(path, meter, self.milestones, self.stepper, self._source_tokens)
+
+    def _members_changed(self, recorder: Recorder, step: int, leads: bool, row: dict[str, Any]) -> None:
+        recorder.replicas(None if self.ranks.rank or not leads else self.directory.metrics, step, row)
 
     def _telemetry(self, recorder: Recorder) -> GpuTelemetry:
         return GpuTelemetry.of(recorder, self.device, self.ranks.rank, self.ranks.local_world or 1)

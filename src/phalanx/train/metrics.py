@@ -31,9 +31,9 @@ from phalanx.train import device as devices
 from phalanx.train.callbacks import Callback, Done
 from phalanx.train.evaluate import Validation
 from phalanx.train.requests import Milestones
-from phalanx.train.run_directory import AppendedFile, RunDirectory
+from phalanx.train.run_directory import AppendedFile, RunDirectory, newest_step
 from phalanx.train.step import Stepper
-from phalanx.units import gib
+from phalanx.units import counted, gib, listed
 from phalanx.units import seconds as as_time
 
 log = logging.getLogger(__name__)
@@ -108,7 +108,17 @@ class MetricsFile:
     """
 
     def __init__(self, path: Path | None):
+        self.newest = '{"step": 0}'  # the newest step's row that was discarded
         self.file = AppendedFile(path, log.warning) if path else None
+
+    def take_over(self, path: Path) -> None:
+        """Writes rows to a file from now on, first that of the newest step, if whoever wrote before has not come to
+        it."""
+        if self.file is None:
+            last = newest_step(path)
+            self.file = AppendedFile(path, log.warning)
+            if json.loads(self.newest)["step"] > (last[0] if last else 0):
+                self.file.append(self.newest)
 
     def __enter__(self) -> MetricsFile:
         return self
@@ -120,10 +130,12 @@ class MetricsFile:
     def write(self, event: str, **values: Any) -> None:
         """Appends a row: {"event": "step", "time": seconds since the epoch, "step": 10, ...}. NaN and infinity become
         null, since JSON has neither."""
-        if self.file:
+        if self.file or event == "step":
             row = {"event": event, "time": round(time.time(), 3), **values}
             finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
-            self.file.append(json.dumps(finite))
+            self.newest = json.dumps(finite)
+            if self.file:
+                self.file.append(self.newest)
 
 
 def line(row: dict[str, float], memory: int) -> str:
@@ -199,6 +211,15 @@ class Recorder(Callback):
 
     def begin(self, step: int) -> None:
         self.first = step
+
+    def replicas(self, path: Path | None, step: int, row: dict[str, Any]) -> None:
+        """Records which replicas take part in the steps after step `step`; `path` is given to the one that writes."""
+        if path:
+            self.rows.take_over(path)
+        self.rows.write("replicas", step=step, **row)
+        changes = [f"{name} replica {listed(row[name], 8)}" for name in ("lost", "joined") if row[name]]
+        count = counted(len(row["members"]), "replica")
+        log.info("step: %d  %s: %s (%s)", step, ", ".join(changes), count, as_time(row["seconds"]))
 
     def after_step(self, done: Done) -> None:
         """Records the restart of an attempt that follows a failure, once its first step is done."""

@@ -390,9 +390,12 @@ class Checkpoints(Callback):
         saving.written = recorder.checkpoint
 
     def after_step(self, done: Done) -> None:
+        elastic = self.stepper.elastic
+        if elastic is not None and not elastic.leads:
+            return
         if done.stops or done.step.requests.save or self.milestones.saves(done.number):
             with heartbeat.within(Phase.SAVE):
-                done.stops |= self._save(done)
+                done.stops |= self._save(done) and elastic is None  # the others know it after the next step
         elif self.saving.memory and self.milestones.keeps(done.number):
             with heartbeat.within(Phase.SAVE):
                 self._check(done)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -105,13 +105,27 @@ class TrainState:
         manifest = source.manifest
         on_every_rank(lambda: self._read(source))
         self.stepper.reload()
-        meta = manifest.meta
+        self._continue(manifest.meta, manifest.step)
+        job, end = self.stepper.job, manifest.meta.get("schedule_end")
+        self.schedule_end = resumed_end(job, job_of(manifest), self.step, end)
+
+    def _continue(self, meta: Mapping[str, Any], step: int) -> None:
         self.stepper.loss_scale.load_state(meta["loss_scale"])
-        self.step, self.samples = manifest.step, meta["samples"]
+        self.step, self.samples = step, meta["samples"]
         self.val_loss, self.val_step = meta["val_loss"], meta["val_step"]
         self.history.load_state(meta["guard"])
-        job = self.stepper.job
-        self.schedule_end = resumed_end(job, job_of(manifest), self.step, meta.get("schedule_end"))
+
+    def tensors(self) -> list[Tensor]:
+        """Returns every tensor of this rank's state, in an order that ranks with the same part of it share."""
+        return [held.value.detach() for held in self._held()]
+
+    def adopt(self, meta: Mapping[str, Any], step: int) -> list[Tensor]:
+        """Continues after step `step` with another rank's `meta`; returns `tensors`, which are to be filled with the
+        other's. Then call `reload` of the stepper."""
+        self.stepper.optimizer.make_state(meta["updates"])
+        self._continue(meta, step)
+        self.schedule_end = replace(self.schedule_end, step=meta["schedule_end"])
+        return self.tensors()
 
     def start_from(self, source: Reader) -> None:
         """Takes over the parameters of another run or program, together with all other ranks: each reads the boxes that

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -253,6 +253,19 @@ class Computed:
         return asdict(found) if found else {}
 
 
+class ElasticSum(Protocol):
+    """The sums over replicas that come and go (train/elastic.py)."""
+
+    @property
+    def leads(self) -> bool:
+        """Whether this replica writes checkpoints and metrics."""
+        ...
+
+    def sum(self, shards: Sequence[ParameterShard], loss: Tensor, requests: Requests) -> Requests:
+        """Sums gradients and loss in place; returns the requests of any replica."""
+        ...
+
+
 class Stepper:
     """A job's model with its optimizer, distributed as the layout says, on one rank."""
 
@@ -296,6 +309,8 @@ class Stepper:
         """Of micro-batches cut by documents since a step was recorded, the most pairs of queries and keys of a ring
         position over their mean."""
         self.independent_replicas = job.layout.independent_replicas
+        self.elastic: ElasticSum | None = None
+        """Sums over replicas that come and go, each with a stepper of its own; None without."""
         self.sync: LocalSGD | None = None
         if job.layout.sync in ("local_sgd", "diloco"):
             kind = LocalSGD if job.layout.sync == "local_sgd" else DiLoCo
@@ -380,7 +395,8 @@ class Stepper:
         # Where ranks hold whole gradients, the optimizer does not wait for the requests: NaN keeps it from writing.
         loss = self.gradients(inputs.micro_batches, inputs.step, math.nan if inputs.requests.void else tokens)
         heartbeat.enter(Phase.EXCHANGE)
-        status = self.status(loss, inputs.requests)
+        requests = self.elastic.sum(self.trained, loss, inputs.requests) if self.elastic else inputs.requests
+        status = self.status(loss, requests)
         return Computed(inputs, loss, tokens, *status, self.replica.objective.compared)
 
     def finish(self, computed: Computed) -> Step:

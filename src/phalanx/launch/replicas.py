@@ -1,0 +1,388 @@
+"""Replicas that come and go: each is a world of ranks of its own, and a coordinator in the launcher tells all of them
+who takes part in a step.
+
+Every rank votes on every step whether the sum over the replicas has reached it. When all ranks of the replicas that
+live have voted, the step counts if all say yes; a replica that was lost is left out of the next epoch, and one that
+waits joins it. So all replicas agree on every step, whatever one of them has seen (torchft decides by a quorum per step,
+too). Ranks and coordinator exchange lines of JSON; a connection that ends is a rank that is lost, at once.
+"""
+
+from __future__ import annotations
+
+import hmac
+import json
+import secrets
+import socket
+import socketserver
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from phalanx.bounded import parse_json
+from phalanx.config.typed import read_as
+from phalanx.errors import RunError, StoppedError
+from phalanx.launch.fork_server import ForkServer
+from phalanx.launch.local import Attempts, StopSignals, say
+from phalanx.launch.logs import AttemptLogs
+from phalanx.launch.peers import QuietServer
+from phalanx.launch.ranks import REPLICA
+from phalanx.units import counted
+
+MOST_BYTES = 1 << 16
+FIRST_CALL_S = 30.0
+"""Seconds for which the first replicas that are ready wait for the others, as long as there are enough."""
+_TICK_S = 0.5
+_BEAT_S = 0.2
+
+
+@dataclass(frozen=True)
+class RankMessage:
+    """What a rank says: first who it is, then that it is ready, then how each step ended, at last that it is done."""
+
+    key: str = ""
+    replica: int = -1
+    rank: int = -1
+    facts: str = ""
+    """Digest of its job and program, which must be those of all."""
+    ready: int | None = None
+    """The steps of its state when it is ready; -1 if it has none and copies another's."""
+    store: str = ""
+    """HOST:PORT of its store, on the first rank of a replica."""
+    epoch: int = 0
+    summed: bool | None = None
+    """Whether the sum of the step that follows `step` has reached it."""
+    step: int = 0
+    done: bool = False
+
+
+@dataclass(frozen=True)
+class ReplicaNotice:
+    """What the coordinator tells every rank after each step."""
+
+    epoch: int = 0
+    """Counts the changes of the members; 0 before the first."""
+    members: tuple[int, ...] = ()
+    """Replicas in the order in which they came: the first has all others' state."""
+    new: tuple[int, ...] = ()
+    """Members that copy the state of the first."""
+    store: str = ""
+    step: int = 0
+    """Steps that count."""
+    lost: bool = False
+    """Whether a member is gone, so that nothing more comes of this epoch."""
+    over: bool = False
+    refusal: str = ""
+
+
+Place = tuple[int, int]
+"""Replica, and rank in it."""
+
+
+class ReplicaMembers:
+    """Who takes part, and which steps count; without sockets. Not for several threads at once."""
+
+    def __init__(self, replicas: int, ranks: int, least: int, clock: Callable[[], float] = time.monotonic):
+        self.replicas, self.ranks, self.least, self.clock = replicas, ranks, least, clock
+        self.ready: dict[Place, RankMessage] = {}
+        self.votes: dict[Place, bool] = {}
+        self.alive: list[int] = []
+        """Members of the epoch that are not lost."""
+        self.finished: set[int] = set()
+        self.notice = ReplicaNotice()
+        self.facts, self._since = "", 0.0
+
+    @property
+    def present(self) -> list[int]:
+        """Replicas all of whose ranks are ready."""
+        every = range(self.replicas)
+        return [each for each in every if all((each, rank) in self.ready for rank in range(self.ranks))]
+
+    def enter(self, place: Place, message: RankMessage) -> None:
+        if not self.ready:
+            self._since = self.clock()
+        self.ready[place] = message
+
+    def vote(self, place: Place, message: RankMessage) -> None:
+        if (message.epoch, message.step) == (self.notice.epoch, self.notice.step) and place[0] in self.alive:
+            self.votes[place] = bool(message.summed)
+
+    def finish(self, replica: int) -> None:
+        """Notes that a replica has done the last step; with the first one, which saves it, the run is over."""
+        self.finished.add(replica)
+        if replica in self.alive[:1]:
+            self.notice = replace(self.notice, over=True)
+
+    def leave(self, replica: int) -> bool:
+        """Removes a replica one of whose ranks is gone; returns whether that is a loss."""
+        for rank in range(self.ranks):
+            self.ready.pop((replica, rank), None)
+            self.votes.pop((replica, rank), None)
+        lost = replica in self.alive and replica not in self.finished
+        self.alive = [each for each in self.alive if each != replica]
+        self.notice = replace(self.notice, lost=self.notice.lost or lost)
+        return lost
+
+    def decide(self) -> bool:
+        """Ends a step, or begins the first epoch, if it is time to; returns whether there is another notice."""
+        waiting = [each for each in self.present if each not in self.alive]
+        if self.notice.over or self.finished & set(self.alive):
+            return False
+        if not self.alive:
+            return self._begin(waiting)
+        voters = {(replica, rank) for replica in self.alive for rank in range(self.ranks)}
+        if not voters <= self.votes.keys() or len(self.alive) + len(waiting) < self.least:
+            return False
+        step = self.notice.step + all(self.votes[voter] for voter in voters)
+        changed = step == self.notice.step or bool(waiting) or len(self.alive) < len(self.notice.members)
+        self._next(step, [*self.alive, *waiting] if changed else None, waiting)
+        return True
+
+    def _begin(self, waiting: list[int]) -> bool:
+        """Begins with all replicas, or after some time with enough; the one that has done most steps is the first."""
+        expected = self.replicas - len(self.finished)
+        enough = len(waiting) >= expected or self.clock() - self._since > FIRST_CALL_S
+        of = {each: self.ready[each, 0].ready or 0 for each in waiting}
+        if not enough or len(waiting) < min(self.least, expected) or max(of.values(), default=-1) < 0:
+            return False
+        first, *others = sorted(waiting, key=lambda each: (-of[each], each))
+        self._next(of[first], [first, *others], others)
+        return True
+
+    def _next(self, step: int, members: list[int] | None, new: list[int]) -> None:
+        self.votes.clear()
+        self.notice = replace(self.notice, step=step, lost=False)
+        if members is not None:
+            self.alive = list(members)
+            epoch, store = self.notice.epoch + 1, self.ready[members[0], 0].store
+            self.notice = replace(self.notice, epoch=epoch, members=tuple(members), new=tuple(new), store=store)
+
+
+class ReplicaCoordinator:
+    """The launcher's side: serves the ranks of all replicas. A context manager."""
+
+    def __init__(self, replicas: int, ranks: int, least: int, tell: Callable[[str], None]):
+        self.members, self.tell, self.key = ReplicaMembers(replicas, ranks, least), tell, secrets.token_hex(16)
+        self._connections: dict[Place, _RankConnection] = {}
+        self._lock, self._closed = threading.RLock(), threading.Event()
+        self._server = _RankServer(("127.0.0.1", 0), self)
+        for work in (self._server.serve_forever, self._tick):
+            threading.Thread(target=work, name="phalanx-replicas", daemon=True).start()
+
+    def __enter__(self) -> ReplicaCoordinator:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._closed.set()
+        self._server.shutdown()
+        self._server.server_close()
+
+    def variables(self, replica: int) -> dict[str, str]:
+        """Returns the variables of a replica's ranks."""
+        where = {"port": self._server.server_address[1], "key": self.key, "replica": replica}
+        return {REPLICA: json.dumps(where)}
+
+    def hear(self, connection: _RankConnection, message: RankMessage) -> None:
+        """Takes what a rank says; the first message says who it is. Raises ValueError."""
+        with self._lock:
+            place, members = connection.place, self.members
+            if place is None:
+                place = message.replica, message.rank
+                known = hmac.compare_digest(message.key.encode(), self.key.encode())
+                if not known or not (0 <= place[0] < members.replicas and 0 <= place[1] < members.ranks):
+                    raise ValueError("no rank of this run")
+                members.facts = members.facts or message.facts
+                refusal = "" if message.facts == members.facts else "its job or program differs from the others'"
+                connection.say(replace(members.notice, members=tuple(members.alive), refusal=refusal))
+                if before := self._connections.get(place):
+                    self.forget(before)  # its end was not heard yet
+                connection.place, self._connections[place] = place, connection
+            elif message.done:
+                members.finish(place[0])
+                self._publish(members.notice.over)
+            elif message.ready is not None:
+                members.enter(place, message)
+                if members.notice.over:
+                    connection.say(members.notice)
+                self._decide()
+            else:
+                members.vote(place, message)
+                self._decide()
+
+    def forget(self, connection: _RankConnection) -> None:
+        """Removes the replica of a rank whose connection has ended: the others of it cannot go on without it."""
+        with self._lock:
+            if connection.place is None or self._connections.get(connection.place) is not connection:
+                return
+            replica, members = connection.place[0], self.members
+            if members.leave(replica) and not self._closed.is_set():
+                left, step = len(members.alive), members.notice.step + 1
+                rest = f"{left} of {members.replicas} go on" if left >= members.least else "the run waits for others"
+                self.tell(f"replica {replica} is lost in step {step}; {rest}")
+                self._publish(True)
+            for place in [place for place in self._connections if place[0] == replica]:
+                self._connections.pop(place).end()
+            if not members.alive and not members.notice.over:  # nobody has the state: they begin from a checkpoint
+                for place in [place for place, message in members.ready.items() if message.ready == -1]:
+                    self._connections[place].end()
+            self._decide()
+
+    def _tick(self) -> None:
+        while not self._closed.wait(_TICK_S):
+            with self._lock:
+                self._decide()
+
+    def _decide(self) -> None:
+        self._publish(self.members.decide())
+
+    def _publish(self, changed: bool) -> None:
+        if changed:
+            for place, connection in list(self._connections.items()):
+                if place in self.members.ready:
+                    connection.say(self.members.notice)
+
+
+class _RankServer(QuietServer):
+    def __init__(self, address: tuple[str, int], coordinator: ReplicaCoordinator):
+        self.coordinator = coordinator
+        super().__init__(address, _RankConnection)
+
+
+class _RankConnection(socketserver.StreamRequestHandler):
+    place: Place | None = None
+    disable_nagle_algorithm = True
+
+    def handle(self) -> None:
+        server = self.server
+        assert isinstance(server, _RankServer)
+        try:
+            while line := self.rfile.readline(MOST_BYTES):
+                server.coordinator.hear(self, read_as(RankMessage, parse_json(line)))
+        finally:
+            server.coordinator.forget(self)
+
+    def say(self, notice: ReplicaNotice) -> None:
+        with suppress(OSError):
+            self.wfile.write(json.dumps(asdict(notice)).encode() + b"\n")
+
+    def end(self) -> None:
+        with suppress(OSError):
+            self.request.shutdown(socket.SHUT_RDWR)
+
+
+class ReplicaLink:
+    """A rank's connection to the coordinator."""
+
+    def __init__(self, where: Mapping[str, Any], rank: int, facts: str):
+        """Raises RunError if the coordinator refuses this rank or is gone."""
+        self.replica = int(where["replica"])
+        self._changed, self._notice, self._ended = threading.Condition(), ReplicaNotice(), False
+        self._socket = socket.create_connection(("127.0.0.1", int(where["port"])))
+        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._lines = self._socket.makefile("rb")
+        self._say(RankMessage(key=where["key"], replica=self.replica, rank=rank, facts=facts))
+        self.met = self._read()
+        if self.met is None or self.met.refusal:
+            why = self.met.refusal if self.met else "its launcher is gone"
+            raise RunError(f"replica {self.replica} may not take part: {why}")
+        threading.Thread(target=self._listen, name="phalanx-replica", daemon=True).start()
+
+    @property
+    def copies(self) -> bool:
+        """True if other replicas were training when this one came: it copies their state."""
+        return bool(self.met and self.met.members)
+
+    def ready(self, step: int, store: str) -> None:
+        self._say(RankMessage(ready=step, store=store))
+
+    def vote(self, notice: ReplicaNotice, summed: bool) -> None:
+        self._say(RankMessage(epoch=notice.epoch, step=notice.step, summed=summed))
+
+    def finish(self) -> None:
+        self._say(RankMessage(done=True))
+
+    def lost(self, notice: ReplicaNotice) -> bool:
+        """Returns whether a member of the notice is known to be gone."""
+        return self._ended or self._notice.epoch != notice.epoch or self._notice.lost
+
+    def newer(self, notice: ReplicaNotice, beat: Callable[[], None]) -> ReplicaNotice:
+        """Waits for what follows a notice, and calls `beat` meanwhile. Raises RunError if nothing can."""
+        while True:
+            with self._changed:
+                new = self._notice
+                if (new.epoch, new.step, new.over) > (notice.epoch, notice.step, notice.over):
+                    return new
+                if self._ended:
+                    raise RunError(f"replica {self.replica} was given up, or its launcher is gone")
+                self._changed.wait(_BEAT_S)
+            beat()
+
+    def _say(self, message: RankMessage) -> None:
+        try:
+            self._socket.sendall(json.dumps(asdict(message)).encode() + b"\n")
+        except OSError as error:
+            raise RunError(f"replica {self.replica} has lost its launcher: {error.strerror or error}") from error
+
+    def _read(self) -> ReplicaNotice | None:
+        with suppress(OSError, ValueError):
+            if line := self._lines.readline(MOST_BYTES):
+                return read_as(ReplicaNotice, parse_json(line))
+        return None
+
+    def _listen(self) -> None:
+        while (notice := self._read()) is not None:
+            with self._changed:
+                self._notice = notice
+                self._changed.notify_all()
+        with self._changed:
+            self._ended = True
+            self._changed.notify_all()
+
+
+class ReplicaAttempts(Attempts):
+    """The attempts of one replica, in a thread of its own."""
+
+    def __init__(self, replica: int, coordinator: ReplicaCoordinator, *how: Any):
+        super().__init__(*how)
+        self.replica, self.coordinator = replica, coordinator
+        self.error: BaseException | None = None
+
+    def begin(self) -> dict[str, str]:
+        return super().begin() | self.coordinator.variables(self.replica)
+
+    def work(self, command: Sequence[str], processes: int) -> None:
+        try:
+            self.run(command, processes)
+        except BaseException as error:
+            self.error = error
+
+
+def launch_replicas(
+    command: Sequence[str], replicas: int, least: int, processes: int, logs: AttemptLogs, preload: list[str], *how: Any
+) -> int:
+    """Runs `python -m COMMAND` as so many replicas of `processes` ranks, each of which is started again alone. Must be
+    called in the main thread. Returns 0 if one has finished the run, or the code of the first that did not."""
+    signals, standby = StopSignals(), ForkServer(preload, logs.environment) if preload else None
+    with ReplicaCoordinator(replicas, processes, least, say) as coordinator, signals.handled():
+        every = list[ReplicaAttempts]()
+        try:
+            for replica in range(replicas):
+                every.append(ReplicaAttempts(replica, coordinator, logs.of_replica(replica), *how))
+                every[-1].signals, every[-1].standby = signals, standby
+            threads = [threading.Thread(target=each.work, args=(command, processes)) for each in every]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                while thread.is_alive():
+                    thread.join(_BEAT_S)  # signals are handled in between
+        finally:
+            if standby is not None:
+                standby.close()
+    if errors := [each.error for each in every if each.error]:
+        raise errors[0]
+    codes = [each.code for each in every]
+    if 0 in codes and any(codes):
+        say(f"the run is finished; {counted(sum(map(bool, codes)), 'replica')} did not come back")
+    return 0 if 0 in codes else StoppedError.exit_code if StoppedError.exit_code in codes else codes[0]
