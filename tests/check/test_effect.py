@@ -59,7 +59,7 @@ ELSEWHERE = {
         every repeat_every on_corruption on_spike on_nan limit
     """,
     "run": """
-        name dir threads device_budget_mib timeout_s hang_s grace_s max_restarts nnodes
+        name dir threads device_budget_mib timeout_s hang_s grace_s max_restarts min_replicas nnodes
         trackers report live log_level all_ranks sample_tokens metrics_port
     """,
 }

@@ -139,6 +139,17 @@ def test_the_union_over_ranks_does_not_depend_on_their_number(folder: Path, rank
         assert np.array_equal(np.concatenate([b.tokens for rank in each for b in rank[s]]), alone[s])
 
 
+@pytest.mark.parametrize("members", [1, 2, 3])
+def test_replicas_that_are_there_deal_out_every_sample_once(folder: Path, members: int) -> None:
+    how = {"global_batch": 20, "micro_batch": 2, "ranks": 2, "first_sample": 40, "prefetch": 0, "seed": 3}
+    found = []
+    for member in range(members):
+        for rank in range(2):
+            with Batches(TokenData(folder, "train", 8), **how, rank=rank, members=(member, members)) as batches:
+                found += [*numbers(next(batches)), *numbers(next(batches))]
+    assert sorted(found) == list(range(40, 80))
+
+
 @pytest.mark.parametrize("stop", [1, 4, 7])
 def test_resuming_needs_one_number(folder: Path, stop: int) -> None:
     """Also when it happens twice, across an epoch's end (50 samples), and with another number of ranks."""

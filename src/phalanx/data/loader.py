@@ -651,7 +651,8 @@ class Batches:
     r-th of `ranks` equal parts of them, in order, as global_batch / (ranks × micro_batch) micro-batches. `prefetch`
     steps are read ahead; 0 reads in the caller's thread. Independent `replicas` each update with one of so many equal
     parts of a step. `members` is (i, n) for the i-th of n groups of `ranks` ranks that deal out the micro-batches of a
-    step among them, some one more than others. With a `ramp` the steps from `first_step` on have its sizes. Use it in a `with` block, or close it.
+    step, some one more than others. With a `ramp` the steps from `first_step` on have its sizes. Use it in a `with`
+    block, or close it.
 
     Raises JobError if global_batch is not a multiple of ranks × micro_batch.
     """

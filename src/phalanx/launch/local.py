@@ -28,6 +28,7 @@ from phalanx.launch.nodes import POLL_S, Ending, NodeFailure, Nodes, Round, know
 from phalanx.launch.output import unblocked
 from phalanx.launch.peers import StateMemory
 from phalanx.launch.ranks import GENERATION, LAUNCHER_PID, LOG_DIR, LOOPBACK, RESTARTED, thread_environment
+from phalanx.launch.replicas import ReplicaCoordinator
 from phalanx.launch.verdict import (
     BEFORE_CHECKPOINT,
     TEXTS,
@@ -43,6 +44,7 @@ from phalanx.launch.verdict import (
 )
 from phalanx.launch.watchdog.diagnosis import Limits
 from phalanx.launch.watchdog.watchdog import Finding, Watchdog, private_folder, write
+from phalanx.units import counted
 
 LONGEST_S = 3600.0  # a job that has more time left was not signalled because its time ends
 
@@ -586,6 +588,60 @@ class NodeAttempts(Attempts):
             time.sleep(0.05)
 
 
+class ReplicaAttempts(Attempts):
+    """The attempts of one of the replicas that come and go, in a thread of its own."""
+
+    def __init__(self, replica: int, coordinator: ReplicaCoordinator, *how: Any):
+        super().__init__(*how)
+        self.replica, self.coordinator = replica, coordinator
+        self.error: BaseException | None = None
+
+    def begin(self) -> dict[str, str]:
+        return super().begin() | self.coordinator.variables(self.replica)
+
+    def _tell(self, message: str) -> None:
+        super()._tell(message and f"replica {self.replica}: {message}")
+
+    def work(self, command: Sequence[str], processes: int) -> None:
+        try:
+            self.run(command, processes)
+        except BaseException as error:
+            self.error = error
+
+
+def _launch_replicas(
+    command: Sequence[str],
+    replicas: int,
+    least: int,
+    processes: int,
+    logs: AttemptLogs,
+    preload: Sequence[str],
+    *how: Any,
+) -> int:
+    """Runs `python -m COMMAND` as so many replicas of `processes` ranks, each of which is started again alone. Returns
+    0 if one has finished the run, or else the code of a clean stop, or of the first."""
+    signals, standby = StopSignals(), ForkServer(preload, logs.environment)
+    with ReplicaCoordinator(replicas, processes, least, say) as coordinator, signals.handled():
+        every = [ReplicaAttempts(each, coordinator, logs.of_replica(each), *how) for each in range(replicas)]
+        try:
+            threads = [threading.Thread(target=each.work, args=(command, processes)) for each in every]
+            for attempts, thread in zip(every, threads, strict=True):
+                attempts.signals, attempts.standby = signals, standby
+                thread.start()
+            for thread in threads:
+                while thread.is_alive():
+                    thread.join(_POLL_S)  # signals are handled in between
+        finally:
+            standby.close()
+    for each in every:
+        if each.error is not None:
+            raise each.error
+    codes = [each.code for each in every]
+    if 0 in codes and any(codes):
+        say(f"the run is finished; {counted(sum(map(bool, codes)), 'replica')} did not come back")
+    return min(codes, key=lambda code: (code != 0, code != StoppedError.exit_code))
+
+
 UNLIMITED = Limits(0.0, 0.0)  # ranks may be silent for any time
 NO_RESTARTS = Restarts()
 
@@ -635,12 +691,10 @@ def launch_local(
         try:
             with _memory_in(store_dir, nodes) if memory else nullcontext() as kept:
                 if replicas:
-                    from phalanx.launch.replicas import launch_replicas
-
-                    how = (stopped, replace(restarts, preload=[], directory=None), grace_s, limits, metrics, kept)
                     if restarts.directory is not None:
                         logs.environment = {**environment, GENERATION: claim(restarts.directory)}
-                    return launch_replicas([module, *argv], *replicas, processes, logs, restarts.preload, *how)
+                    how = (stopped, replace(restarts, preload=(), directory=None), grace_s, limits, metrics, kept)
+                    return _launch_replicas([module, *argv], *replicas, processes, logs, restarts.preload, *how)
                 how = (logs, stopped, restarts, grace_s, limits, metrics, kept)
                 attempts = NodeAttempts(nodes, *how) if nodes else Attempts(*how)
                 with attempts, attempts.signals.handled():

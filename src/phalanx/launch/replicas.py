@@ -3,8 +3,8 @@ who takes part in a step.
 
 Every rank votes on every step whether the sum over the replicas has reached it. When all ranks of the replicas that
 live have voted, the step counts if all say yes; a replica that was lost is left out of the next epoch, and one that
-waits joins it. So all replicas agree on every step, whatever one of them has seen (torchft decides by a quorum per step,
-too). Ranks and coordinator exchange lines of JSON; a connection that ends is a rank that is lost, at once.
+waits joins it. So all replicas agree on every step, whatever one of them has seen (torchft: a quorum per step).
+Ranks and coordinator exchange lines of JSON; a connection that ends is a rank that is lost, at once.
 """
 
 from __future__ import annotations
@@ -16,20 +16,16 @@ import socket
 import socketserver
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from phalanx.bounded import parse_json
 from phalanx.config.typed import read_as
-from phalanx.errors import RunError, StoppedError
-from phalanx.launch.fork_server import ForkServer
-from phalanx.launch.local import Attempts, StopSignals, say
-from phalanx.launch.logs import AttemptLogs
+from phalanx.errors import RunError
 from phalanx.launch.peers import QuietServer
 from phalanx.launch.ranks import REPLICA
-from phalanx.units import counted
 
 MOST_BYTES = 1 << 16
 FIRST_CALL_S = 30.0
@@ -339,50 +335,3 @@ class ReplicaLink:
         with self._changed:
             self._ended = True
             self._changed.notify_all()
-
-
-class ReplicaAttempts(Attempts):
-    """The attempts of one replica, in a thread of its own."""
-
-    def __init__(self, replica: int, coordinator: ReplicaCoordinator, *how: Any):
-        super().__init__(*how)
-        self.replica, self.coordinator = replica, coordinator
-        self.error: BaseException | None = None
-
-    def begin(self) -> dict[str, str]:
-        return super().begin() | self.coordinator.variables(self.replica)
-
-    def work(self, command: Sequence[str], processes: int) -> None:
-        try:
-            self.run(command, processes)
-        except BaseException as error:
-            self.error = error
-
-
-def launch_replicas(
-    command: Sequence[str], replicas: int, least: int, processes: int, logs: AttemptLogs, preload: list[str], *how: Any
-) -> int:
-    """Runs `python -m COMMAND` as so many replicas of `processes` ranks, each of which is started again alone. Must be
-    called in the main thread. Returns 0 if one has finished the run, or the code of the first that did not."""
-    signals, standby = StopSignals(), ForkServer(preload, logs.environment) if preload else None
-    with ReplicaCoordinator(replicas, processes, least, say) as coordinator, signals.handled():
-        every = list[ReplicaAttempts]()
-        try:
-            for replica in range(replicas):
-                every.append(ReplicaAttempts(replica, coordinator, logs.of_replica(replica), *how))
-                every[-1].signals, every[-1].standby = signals, standby
-            threads = [threading.Thread(target=each.work, args=(command, processes)) for each in every]
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                while thread.is_alive():
-                    thread.join(_BEAT_S)  # signals are handled in between
-        finally:
-            if standby is not None:
-                standby.close()
-    if errors := [each.error for each in every if each.error]:
-        raise errors[0]
-    codes = [each.code for each in every]
-    if 0 in codes and any(codes):
-        say(f"the run is finished; {counted(sum(map(bool, codes)), 'replica')} did not come back")
-    return 0 if 0 in codes else StoppedError.exit_code if StoppedError.exit_code in codes else codes[0]

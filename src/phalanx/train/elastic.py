@@ -22,6 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import PrefixStore, TCPStore  # torch.distributed.*, to the type stubs
 
 from phalanx.config.job import Job
 from phalanx.errors import RunError
@@ -70,8 +71,8 @@ class ElasticReplicas:
         self._changed: Callable[[int, bool, dict[str, Any]], None] | None = None
         self._rows = list[tuple[int, bool, dict[str, Any]]]()
         self.began = time.monotonic()
-        self.store: Any = None if ranks.rank else dist.TCPStore(_HOST, 0, None, True, wait_for_workers=False)
-        self._group: dist.ProcessGroup | None = None
+        self.store: Any = None if ranks.rank else TCPStore(_HOST, 0, None, True, wait_for_workers=False)
+        self._group: Any = None
         self._stuck: list[Any] = []  # groups with calls that still wait: their destructors would, too
         self.state: TrainState
 
@@ -196,7 +197,7 @@ class ElasticReplicas:
                     raise
             heartbeat.beat()
 
-    def _join(self, name: str, places: Sequence[int]) -> dist.ProcessGroup | None:
+    def _join(self, name: str, places: Sequence[int]) -> Any:
         """Returns the group of the ranks that have this one's place in the worlds of some members; None if it cannot
         be made. All of them call it."""
         if len(places) == 1:
@@ -206,7 +207,7 @@ class ElasticReplicas:
             store = self.store if self.leads and self.store else connected(host, int(port), 1, _JOIN_S)
             if store is None:
                 return None
-            prefixed = dist.PrefixStore(f"{self.notice.epoch}/{name}/{self.rank}", store)
+            prefixed = PrefixStore(f"{self.notice.epoch}/{name}/{self.rank}", store)
             prefixed.set(f"here/{self.place}", "")
             keys = [f"here/{place}" for place in places]
             # A member may still save a checkpoint, or be lost before it comes.
@@ -218,7 +219,7 @@ class ElasticReplicas:
             return dist.ProcessGroupGloo(prefixed, places.index(self.place), len(places), timedelta(seconds=_JOIN_S))
         return None
 
-    def _copy(self, group: dist.ProcessGroup | None) -> None:
+    def _copy(self, group: Any) -> None:
         """Copies the state of the first member to the new ones. Raises RunError on these if that fails."""
         sends, options = self.leads, dist.BroadcastOptions()
         options.rootRank = 0

@@ -25,8 +25,8 @@ from phalanx.train import learning_rate, start
 from phalanx.train.agreement import agree_on_job, open_data
 from phalanx.train.callbacks import Callback, Done, NotFiniteAdvice
 from phalanx.train.drivers import UNKNOWN, StepDriver, driver_of
-from phalanx.train.evaluate import Validator, refer, validate
 from phalanx.train.elastic import ElasticReplicas
+from phalanx.train.evaluate import Validator, refer, validate
 from phalanx.train.feed import DataReaders, Feed
 from phalanx.train.guard import Guard, Rewind, guard_of
 from phalanx.train.metrics import ExpertLoads, Meter, Recorder
@@ -60,6 +60,7 @@ class Trainer:
         self.stepper = Stepper(own, self.mesh, device, vocab_size)
         self.stepper.elastic = self.replicas
         self.state = TrainState(self.stepper, index.fingerprint, vocab_size)
+        self.state.job = job
         self.milestones = Milestones.of(job)
         self.save_timer = SaveTimer(0 if ranks.rank else job.checkpoint.every_minutes)
         self.saving = Saving(self.state, self.directory.checkpoints, stop)

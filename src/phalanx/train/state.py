@@ -20,6 +20,7 @@ from phalanx.checkpoint.parts import HeldTensor, Part, Share, held, is_finite, s
 from phalanx.checkpoint.shard_file import Reader
 from phalanx.comm.agree import on_every_rank
 from phalanx.config.fields import get
+from phalanx.config.job import Job
 from phalanx.errors import CheckpointError, DamagedCheckpointError
 from phalanx.launch.watchdog import heartbeat
 from phalanx.optimizers.catalogue import kinds
@@ -60,12 +61,15 @@ class TrainState:
     """The last validation loss."""
     val_step: int | None = None
     """Steps done when it was measured."""
+    job: Job = field(init=False)
+    """The run's; the stepper's is that of its own ranks where replicas come and go."""
     schedule_end: ScheduleEnd = field(init=False)
     """Where the learning rate reaches its minimum."""
     history: History = field(init=False)
     """The guard's record of recent steps."""
 
     def __post_init__(self) -> None:
+        self.job = self.stepper.job
         self.history = History(self.stepper.job.guard)
         self.schedule_end = ScheduleEnd(end_of(self.stepper.job))
 
@@ -207,7 +211,7 @@ class TrainState:
         """Returns what a checkpoint holds of the state beside tensors."""
         stepper = self.stepper
         return {
-            "job": as_dict(stepper.job),
+            "job": as_dict(self.job),
             "samples": self.samples,
             "updates": stepper.optimizer.updates,
             "replicas": self.replicas,
