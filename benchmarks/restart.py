@@ -1,7 +1,8 @@
 """Seconds from SIGKILL of a rank to the next step: a tiny model on two ranks, so that they are all overhead.
 
 With the standby process that has imported what ranks import, from storage and from memory
-(checkpoint.memory_every=1), and with ranks that start Python anew. Also the steps that are done again.
+(checkpoint.memory_every=1), and with ranks that start Python anew. Also the steps that are done again. Replicas that
+come and go (run.min_replicas) do not restart: the other one goes on.
 
 python -m benchmarks.restart [--rounds 3]
 """
@@ -39,13 +40,14 @@ SETTLED_S = 20.0
 """Seconds of training before the kill: the standby process has imported everything by then."""
 
 
-def seconds_down(standby: bool, memory_every: int) -> tuple[float, int, float]:
-    """Trains, kills rank 1 with SIGKILL, and stops the run when it is as far as before. Returns the seconds to the next
-    step, the steps done again, and the seconds until then."""
+def seconds_down(standby: bool, memory_every: int, elastic: bool = False) -> tuple[float, int, float]:
+    """Trains, kills rank 1, or the rank of replica 1, with SIGKILL, and stops the run when it is as far as before.
+    Returns the seconds to the next step, the steps done again, and the seconds until then."""
     path = Path("job.yaml")
     path.write_text(JOB)
     memory = f"checkpoint.memory_every={memory_every}"
-    loaded = load_file(path, [f"run.name={'standby' if standby else 'anew'}-{time.monotonic_ns()}", memory])
+    words = [f"run.name={'standby' if standby else 'anew'}-{time.monotonic_ns()}", memory]
+    loaded = load_file(path, [*words, f"run.min_replicas={int(elastic)}"])
     prepare(loaded.job.data)
     directory = RunDirectory.of(loaded.job)
     directory.start(loaded)
@@ -56,7 +58,7 @@ def seconds_down(standby: bool, memory_every: int) -> tuple[float, int, float]:
             time.sleep(0.1)
         time.sleep(SETTLED_S)
         killed = time.time()
-        os.kill(_process_of_rank(1), signal.SIGKILL)
+        os.kill(_process_with(b'"replica": 1}' if elastic else b"\0RANK=1\0"), signal.SIGKILL)
         restarts: list[dict[str, float]] = []
         again: list[dict[str, float]] = []
         before = 0
@@ -64,9 +66,13 @@ def seconds_down(standby: bool, memory_every: int) -> tuple[float, int, float]:
             time.sleep(0.1)
             lines = directory.metrics.read_text(encoding="utf-8").splitlines()
             rows = [json.loads(line) for line in lines]
+            steps = [row for row in rows if row["event"] == "step"]
             restarts = [row for row in rows if row["event"] == "restart"]
-            if restarts:
-                steps = [row for row in rows if row["event"] == "step"]
+            if elastic:  # the step after the loss is the first one that follows
+                lost = [row["step"] for row in rows if row["event"] == "replicas" and row["lost"]]
+                again = [row for row in steps if lost and row["step"] == lost[0] + 1]
+                restarts, before = [{**row, "step": lost[0]} for row in again], again[0]["step"] if again else 0
+            elif restarts:
                 before = max(row["step"] for row in steps if row["time"] < restarts[0]["time"] - 0.1)
                 again = [row for row in steps if row["time"] > restarts[0]["time"] - 0.1 and row["step"] > before]
         done_again = before - restarts[0]["step"]
@@ -78,16 +84,17 @@ def seconds_down(standby: bool, memory_every: int) -> tuple[float, int, float]:
     preload = PRELOAD if standby else ()
     restarts = Restarts(1, 3600.0, lambda: newest_step(directory.metrics), directory.path, preload)
     argv, how = ["train", str(directory.config)], {"log_dir": directory.logs, "threads": 1, "all_ranks": False}
-    code = launch_local(argv, processes=2, restarts=restarts, memory=memory_every > 0, **how)
+    how |= {"processes": 1, "replicas": (2, 1)} if elastic else {"processes": 2}
+    code = launch_local(argv, restarts=restarts, memory=memory_every > 0, **how)
     thread.join()
     assert code == 75, f"the run ended with {code}"
     return found[0]
 
 
-def _process_of_rank(rank: int) -> int:
-    children = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text().split()
-    variable = f"RANK={rank}".encode()
-    return next(int(pid) for pid in children if variable in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"))
+def _process_with(variable: bytes) -> int:
+    children = Path(f"/proc/{os.getpid()}/task").glob("*/children")
+    pids = " ".join(path.read_text() for path in children).split()
+    return next(int(pid) for pid in pids if variable in Path(f"/proc/{pid}/environ").read_bytes())
 
 
 def main() -> None:
@@ -95,6 +102,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     options, _ = parser.parse_known_args()
     contenders = {
+        "the other replica goes on (min_replicas)": (True, 0, True),
         "standby process, memory (every step)": (True, 1),
         "standby process, storage (every 50 steps)": (True, 0),
         "Python anew, storage (every 50 steps)": (False, 0),

@@ -34,7 +34,7 @@ def begun(replicas: int = 3, ranks: int = 2, least: int = 1) -> ReplicaMembers:
 def come(members: ReplicaMembers, *replicas: int, step: int = 0) -> None:
     for replica in replicas:
         for rank in range(members.ranks):
-            members.enter((replica, rank), RankMessage(ready=step, store=f"store-{replica}"))
+            members.enter((replica, rank), RankMessage(ready=step, port=100 + replica))
 
 
 def vote(members: ReplicaMembers, *replicas: int, summed: bool = True) -> bool:
@@ -52,7 +52,7 @@ def test_all_begin_together_and_the_first_is_the_one_that_has_come_furthest():
     come(members, 1, step=7)
     assert members.decide()
     assert (members.notice.members, members.notice.new, members.notice.step) == ((1, 0, 2), (0, 2), 7)
-    assert members.notice.store == "store-1"
+    assert members.notice.port == 101
 
 
 def test_some_begin_without_the_rest_after_a_while_if_they_are_enough():
@@ -99,7 +99,7 @@ def test_a_replica_that_is_back_at_once_joins_after_the_step_as_a_new_one():
     come(members, 0, step=-1)
     assert vote(members, 1, 2, summed=False)
     assert (members.notice.members, members.notice.new) == ((1, 2, 0), (0,))
-    assert members.notice.store == "store-1"
+    assert members.notice.port == 101
 
 
 def test_votes_about_another_step_or_of_a_stranger_do_not_count():
@@ -161,7 +161,7 @@ def test_ranks_hear_of_each_other_and_at_once_of_a_lost_one(coordinator):
     first, second = link(coordinator, 0), link(coordinator, 1)
     assert not first.copies
     for each in (first, second):
-        each.ready(0, "here:1")
+        each.ready(0, 1)
     begun = first.newer(ReplicaNotice(), lambda: None)
     assert begun.members == (0, 1)
     second._socket.shutdown(socket.SHUT_RDWR)
@@ -170,7 +170,7 @@ def test_ranks_hear_of_each_other_and_at_once_of_a_lost_one(coordinator):
     again = link(coordinator, 1)
     assert again.copies
     first.finish()
-    again.ready(-1, "here:2")
+    again.ready(-1, 2)
     assert again.newer(ReplicaNotice(), lambda: None).over
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import random
 from dataclasses import replace
 from itertools import pairwise
 from xml.etree import ElementTree
@@ -246,6 +247,34 @@ def test_every_mistake_in_a_jobs_causes_is_named(capsys, tmp_path):
         assert main(["goodput", str(job), *options]) == 2
         message = " ".join(capsys.readouterr().err.split())
         assert all(words in message for words in found), message
+
+
+@pytest.mark.parametrize("found_by", ["crash", "timeout"])
+def test_replicas_that_come_and_go_lose_what_a_simulation_of_them_loses(found_by):
+    """Failures one after the other, each of which takes one of 64 replicas away and holds up the others for a step."""
+    cause = Cause("x", 24.0, 64.0, 1.0, found_by, 90.0)
+    spec = FailureSpec((cause,), 64, 10, 900, 780, devices_per_node=1, replicas=64, step_s=8.0)
+    generator, rate, clock, stalled, away = random.Random(3), spec.rates[0], 0.0, 0.0, 0.0
+    for _ in range(4000):
+        clock += generator.expovariate(rate)
+        stalled += 8.0 + 90.0 * (found_by == "timeout")
+        away += (900 + 90) / 64
+    found, plain = expected(spec), expected(replace(spec, replicas=1))
+    assert found.total.fraction == pytest.approx((1 - stalled / clock) * (1 - away / clock) * 780 / 790, rel=2e-3)
+    assert found.total.fraction > 0.95
+    assert plain.total.fraction < 0.75
+    shares = found.total.saving, found.total.rework, found.total.restarting
+    assert found.total.fraction + math.fsum(shares) == pytest.approx(1)
+    assert found.total.mtbf_s == plain.total.mtbf_s == pytest.approx(3600)
+
+
+def test_wrong_numbers_reach_all_replicas_and_send_them_back():
+    only = replace(BASE, causes=tuple(each for each in LLAMA if each.found_by == "check"))
+    assert vars(expected(replace(only, replicas=16)).total) == pytest.approx(vars(expected(only).total))
+    named = {each.name: each for each in remedies(BASE, 3, 16)}
+    gone = named["16 replicas that come and go"].found
+    assert gone.total.fraction > named["as given"].found.total.fraction + 0.15
+    assert gone.lost[LLAMA.index(only.causes[0])] > gone.lost[LLAMA.index(LLAMA[0])]
 
 
 def test_a_run_says_how_long_its_restarts_and_saves_take(capsys, tmp_path):

@@ -53,6 +53,12 @@ FAULTS = (
         job={"layout.dp_replicate": 1, "layout.dp_shard": 2}, during=at_step(kill_rank(1)), names=_NAMES, peer=True,
     ),
     Fault(
+        1, "elastic", "SIGKILL to the rank of one of two replicas that come and go, the one that writes metrics",
+        "the other one repeats the step alone, takes over metrics and checkpoints, and trains on; same weights",
+        extra={"run.min_replicas": 1}, during=at_step(kill_rank(0)), names=r"replica \d is lost in step", bound=1e-4,
+        quick=True,
+    ),
+    Fault(
         2, "launcher", "SIGKILL to `phalanx train`", "the ranks end within 5 s, no orphans; the same command resumes",
         during=at_step(kill_launcher(signal.SIGKILL)), stops=True, codes=frozenset({KILLED}),
     ),

@@ -40,6 +40,8 @@ VERB = Verb(
             "background_s": Option("seconds for which a save in the background blocks it", 3.0, at_least=0),
             "restart_s": Option("seconds from healthy machines to the next step", 300.0, at_least=0),
             "spares": Option("machines that stand by", 0, at_least=0),
+            "replicas": Option("replicas that could come and go (run.min_replicas)", 1, at_least=1),
+            "step_s": Option("seconds of a step, which the others lose with a replica", 10.0, at_least=0),
             "run": Option(
                 "take --restart-s and --background-s from a run, as measured there",
                 None,
@@ -101,9 +103,10 @@ def run(words: Words) -> None:
         60 * options["every_minutes"] or None,
         options["spares"],
         options["devices_per_node"],
+        step_s=options["step_s"],
     )
     found = expected(spec)
-    brought = remedies(spec, options["background_s"])
+    brought = remedies(spec, options["background_s"], options["replicas"])
     seeds = range(options["seed"], options["seed"] + options["runs"])
     runs = [causes.simulate_failures(spec, options["days"], seed) for seed in seeds]
     files.write({"svg": lambda: _picture(spec, brought)})
@@ -203,7 +206,10 @@ def _text(
     for each in brought:
         gain = each.found.total.fraction - brought[0].found.total.fraction
         shares = f"{each.found.total.fraction:.1%}", f"{100 * gain:+.1f}", f"{gain * days * spec.devices:,.0f}"
-        rows.append((each.name, seconds(each.found.total.interval_s), *shares, f"{each.found.of_owned:.1%}"))
+        interval = each.found.total.interval_s
+        rows.append(
+            (each.name, "never" if math.isinf(interval) else seconds(interval), *shares, f"{each.found.of_owned:.1%}")
+        )
     return "\n".join([*lines, "", *aligned(rows, "lrrrrr"), "(of all devices: spares are counted as devices)"])
 
 

@@ -45,8 +45,8 @@ class RankMessage:
     """Digest of its job and program, which must be those of all."""
     ready: int | None = None
     """The steps of its state when it is ready; -1 if it has none and copies another's."""
-    store: str = ""
-    """HOST:PORT of its store, on the first rank of a replica."""
+    port: int = 0
+    """Where the first rank of a replica has its store."""
     epoch: int = 0
     summed: bool | None = None
     """Whether the sum of the step that follows `step` has reached it."""
@@ -64,7 +64,8 @@ class ReplicaNotice:
     """Replicas in the order in which they came: the first has all others' state."""
     new: tuple[int, ...] = ()
     """Members that copy the state of the first."""
-    store: str = ""
+    port: int = 0
+    """Where the first member's store is."""
     step: int = 0
     """Steps that count."""
     lost: bool = False
@@ -152,8 +153,8 @@ class ReplicaMembers:
         self.notice = replace(self.notice, step=step, lost=False)
         if members is not None:
             self.alive = list(members)
-            epoch, store = self.notice.epoch + 1, self.ready[members[0], 0].store
-            self.notice = replace(self.notice, epoch=epoch, members=tuple(members), new=tuple(new), store=store)
+            epoch, port = self.notice.epoch + 1, self.ready[members[0], 0].port
+            self.notice = replace(self.notice, epoch=epoch, members=tuple(members), new=tuple(new), port=port)
 
 
 class ReplicaCoordinator:
@@ -290,8 +291,8 @@ class ReplicaLink:
         """True if other replicas were training when this one came: it copies their state."""
         return bool(self.met and self.met.members)
 
-    def ready(self, step: int, store: str) -> None:
-        self._say(RankMessage(ready=step, store=store))
+    def ready(self, step: int, port: int) -> None:
+        self._say(RankMessage(ready=step, port=port))
 
     def vote(self, notice: ReplicaNotice, summed: bool) -> None:
         self._say(RankMessage(epoch=notice.epoch, step=notice.step, summed=summed))

@@ -20,7 +20,7 @@ from rich.text import Text
 from phalanx.config.job import Job
 from phalanx.echo import visible
 from phalanx.report.ranks import NodeStates, RankState, read_nodes
-from phalanx.report.run import Metrics, RunRecord, is_alive, middle, number, read_job, require_run
+from phalanx.report.run import Metrics, RunRecord, is_alive, middle, number, numbers, read_job, require_run
 from phalanx.units import gib
 from phalanx.units import seconds as as_time
 
@@ -143,6 +143,8 @@ class RunFollower:
                 found.append((row["time"], f"step {row['step']}: guard: {row.get('text')}"))
             elif row["event"] == "restart":
                 found.append((row["time"], f"restarted at step {row['step']}: {row.get('reason')}"))
+            elif row["event"] == "replicas" and row.get("lost"):
+                found.append((row["time"], f"replica {numbers(row['lost'])} was lost in step {row['step'] + 1}"))
             elif row["event"] == "end" and row.get("status") == "failed":
                 found.append((row["time"], f"step {row['step']}: failed: {row.get('reason')}"))
         yield from (text for _, text in sorted(found))

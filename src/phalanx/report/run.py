@@ -362,6 +362,11 @@ def history(record: RunRecord) -> list[tuple[float, int, str, str]]:
     return sorted(found, key=lambda entry: (entry[0] or 1e18, entry[1]))[-MOST_HISTORY:]
 
 
+def numbers(values: Any) -> str:
+    """Formats a list of a row."""
+    return ", ".join(map(str, values[:16])) if isinstance(values, list) else ""
+
+
 def _sentence(row: Row) -> str:
     match row["event"]:
         case "start":
@@ -372,6 +377,9 @@ def _sentence(row: Row) -> str:
             return " ".join(str(row[name]) for name in ("status", "reason") if row.get(name))
         case "restart":
             return f"attempt {row.get('attempt')}: {row.get('reason')}"
+        case "replicas":
+            changes = (f"{each} {named}" for each in ("lost", "joined") if (named := numbers(row.get(each))))
+            return f"{', '.join(changes)}: {numbers(row.get('members'))} from now on"
         case "guard":
             return str(row.get("text"))
         case "slow_rank":

@@ -108,6 +108,10 @@ class FailureSpec:
     spares: int = 0
     """Machines that stand by."""
     devices_per_node: int = 8
+    replicas: int = 1
+    """Replicas that come and go, so that a failure takes only one of them away; 1: it restarts the whole job."""
+    step_s: float = 0.0
+    """Seconds that a failure costs the other replicas: the step it came in."""
 
     @property
     def rates(self) -> list[float]:
@@ -151,6 +155,8 @@ def expected(spec: FailureSpec) -> GoodputByCause:
     """Returns the expected shares of time. Raises JobError for impossible figures."""
     if spec.spares < 0:
         raise JobError(f"spares: {spec.spares}, where 0 or more is needed")
+    if spec.replicas > 1:
+        return _with_replicas(spec)
     rate, shortage = math.fsum(spec.rates), spec.shortage
     rate = rate if rate > 1e-300 else 0.0
     total = rate / spec.devices * SECONDS_PER_DAY if spec.devices > 0 else 0.0
@@ -169,6 +175,28 @@ def expected(spec: FailureSpec) -> GoodputByCause:
     return GoodputByCause(found, lost, shortage, owned)
 
 
+def _with_replicas(spec: FailureSpec) -> GoodputByCause:
+    """Returns the same if replicas come and go. The number that is away is Poisson, as that of machines in repair, and
+    each takes its share of the whole; all wait for the step in which one is lost, and while a hang is not noticed.
+    Wrong numbers reach all replicas by their sums, so these still go back to a checkpoint."""
+    wrong = [each.found_by == "check" for each in spec.causes]
+    alone = replace(spec, replicas=1)
+    causes = tuple(each if bad else replace(each, count=0.0) for each, bad in zip(spec.causes, wrong, strict=True))
+    back, shortage = expected(replace(alone, causes=causes)), spec.shortage
+    stalls, away = list[float](), list[float]()
+    for each, rate, bad in zip(spec.causes, spec.rates, wrong, strict=True):
+        waits = (1 - shortage) * spec.restart(each, spare=True) + shortage * spec.restart(each, spare=False)
+        stalls.append(0.0 if bad else rate * (spec.step_s + each.detect_s * (each.found_by == "timeout")))
+        away.append(0.0 if bad else rate * waits / spec.replicas)
+    kept = max(0.0, 1 - math.fsum(stalls)) * max(0.0, 1 - math.fsum(away))
+    fraction, saving, rework = (share * kept for share in (back.total.fraction, back.total.saving, back.total.rework))
+    mtbf_s = 1 / rate if (rate := math.fsum(spec.rates)) else math.inf
+    shares = {"fraction": fraction, "saving": saving, "rework": rework, "restarting": 1 - fraction - saving - rework}
+    lost = tuple(sum(of) for of in zip((each * kept for each in back.lost), stalls, away, strict=True))
+    owned = fraction * spec.devices / (spec.devices + spec.spares * spec.devices_per_node)
+    return GoodputByCause(replace(back.total, mtbf_s=mtbf_s, **shares), lost, shortage, owned)
+
+
 def best_spares(spec: FailureSpec) -> int:
     """Returns the number of spares with the most productive time per device, spares among them."""
     width = 10 * math.sqrt(spec.away) + 10  # outside, a spare is never free, or always
@@ -183,9 +211,9 @@ class Remedy:
     found: GoodputByCause
 
 
-def remedies(spec: FailureSpec, background_s: float) -> list[Remedy]:
+def remedies(spec: FailureSpec, background_s: float, replicas: int = 1) -> list[Remedy]:
     """Returns what each remedy would bring, alone, and all of them, first the job as it is. `background_s` are the
-    seconds for which a save in the background blocks training."""
+    seconds for which a save in the background blocks training, `replicas` those that could come and go."""
     caps = {"crash": math.inf, "timeout": TIMEOUT_S, "check": CHECK_S}
 
     def noticed(given: FailureSpec, *ways: str) -> FailureSpec:
@@ -199,7 +227,7 @@ def remedies(spec: FailureSpec, background_s: float) -> list[Remedy]:
     faster = replace(spec, restart_s=spec.restart_s / 2)
     spare = replace(spec, spares=max(spec.spares, best_spares(spec)))
     together = noticed(replace(saved, interval_s=None, restart_s=faster.restart_s), *WAYS)
-    together = replace(together, spares=max(spec.spares, best_spares(together)))
+    together = replace(together, replicas=replicas, spares=max(spec.spares, best_spares(together)))
     optimal = replace(spec, interval_s=None)
     named = {
         "as given": spec,
@@ -210,6 +238,7 @@ def remedies(spec: FailureSpec, background_s: float) -> list[Remedy]:
         f"check for corruption every {CHECK_S / 60:g} min": noticed(spec, "check"),
         counted(spare.spares, "hot spare"): spare,
         f"restart in {seconds(faster.restart_s)}": faster,
+        **({f"{replicas} replicas that come and go": replace(spec, replicas=replicas)} if replicas > 1 else {}),
         f"all, with {counted(together.spares, 'spare')}": together,
     }
     return [Remedy(name, each, expected(each)) for name, each in named.items()]

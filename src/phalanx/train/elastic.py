@@ -22,11 +22,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import PrefixStore, TCPStore  # torch.distributed.*, to the type stubs
+from torch._C._distributed_c10d import PrefixStore  # torch.distributed.*, to the type stubs
 
 from phalanx.config.job import Job
 from phalanx.errors import RunError
-from phalanx.launch.meeting import connected
+from phalanx.launch.meeting import connected, listening_socket, served
 from phalanx.launch.ranks import REPLICA, Ranks
 from phalanx.launch.replicas import ReplicaLink, ReplicaNotice
 from phalanx.launch.watchdog import heartbeat
@@ -71,7 +71,11 @@ class ElasticReplicas:
         self._changed: Callable[[int, bool, dict[str, Any]], None] | None = None
         self._rows = list[tuple[int, bool, dict[str, Any]]]()
         self.began = time.monotonic()
-        self.store: Any = None if ranks.rank else TCPStore(_HOST, 0, None, True, wait_for_workers=False)
+        self.port, self.store = 0, None
+        if ranks.rank == 0:
+            with listening_socket(0, one_node=True) as listener:
+                self.port = listener.getsockname()[1]
+                self.store = served(listener, 1, self.timeout_s)
         self._group: Any = None
         self._stuck: list[Any] = []  # groups with calls that still wait: their destructors would, too
         self.state: TrainState
@@ -93,8 +97,7 @@ class ElasticReplicas:
     def enter(self, state: TrainState) -> bool:
         """Waits until this replica takes part, and copies the others' state; returns False if the run is over."""
         self.state, self.ledger = state, state.stepper.mesh.ledger
-        store = f"{_HOST}:{self.store.port}" if self.store else ""
-        self.link.ready(-1 if self.link.copies else state.step, store)
+        self.link.ready(-1 if self.link.copies else state.step, self.port)
         # Others may take long over a step, or wait for further replicas, which their own watchdogs look after.
         while self.link.replica not in self.next.members and not self.next.over:
             self.next = self.link.newer(self.next, heartbeat.beat)
@@ -202,9 +205,8 @@ class ElasticReplicas:
         be made. All of them call it."""
         if len(places) == 1:
             return None
-        host, _, port = self.notice.store.rpartition(":")
         with suppress(RuntimeError, OSError):
-            store = self.store if self.leads and self.store else connected(host, int(port), 1, _JOIN_S)
+            store = self.store if self.leads and self.store else connected(_HOST, self.notice.port, 1, _JOIN_S)
             if store is None:
                 return None
             prefixed = PrefixStore(f"{self.notice.epoch}/{name}/{self.rank}", store)
