@@ -131,22 +131,6 @@ def test_when_all_are_lost_they_begin_from_what_they_have_loaded():
     assert (members.notice.step, members.notice.new) == (4, (1, 2))
 
 
-def test_the_run_is_over_with_the_replica_that_saves_it():
-    members = begun(replicas=2)
-    members.finish(1)
-    assert not members.leave(1)
-    assert not members.notice.over
-    members.finish(0)
-    assert members.notice.over
-    members = begun(replicas=2)
-    members.finish(1)
-    members.leave(1)
-    assert members.leave(0), "before it had saved the last step"
-    come(members, 0, step=3)
-    assert members.decide(), "alone: the other one has ended"
-    assert members.notice.members == (0,)
-
-
 @pytest.fixture
 def coordinator():
     with ReplicaCoordinator(2, 1, 1, tell=lambda _: None) as coordinator:

@@ -23,7 +23,7 @@ from phalanx.config.job import Job
 from phalanx.echo import echo
 from phalanx.errors import JobError, PhalanxError
 from phalanx.launch.output import unblocked
-from phalanx.launch.ranks import LOG_DIR, SINGLE, Ranks, threads_for
+from phalanx.launch.ranks import LOG_DIR, SINGLE, Ranks, first_replica, threads_for
 from phalanx.partition.derived import gathers_parameters
 from phalanx.partition.ramp import ramp_of
 from phalanx.techniques.compiling import compiles
@@ -257,7 +257,7 @@ def _be_a_rank(job: Job, ranks: Ranks, log_file: Path | None, as_json: bool, sto
     from phalanx.train.rank import train
 
     summary = train(job, ranks, log_file, store)
-    if ranks.rank == 0:
+    if ranks.rank == 0 and first_replica():
         summary["sample"] = _sample(job)
         text = json.dumps(summary, indent=1) if as_json else _text(summary)
         if log_file:

@@ -9,6 +9,7 @@ and one of them prints.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections.abc import Mapping
@@ -29,6 +30,13 @@ REPLICA = "PHALANX_REPLICA"
 RESTARTED = "PHALANX_RESTARTED"
 """JSON about the failure after which the attempt was started: {"attempt": 1, "reason": ..., "time": seconds since the
 epoch at which it was noticed}."""
+
+
+def first_replica() -> bool:
+    """Returns whether this rank belongs to the first of the replicas that come and go, or there are none: of the ranks
+    with number 0, its one has the terminal."""
+    return json.loads(os.environ.get(REPLICA, "{}")).get("replica", 0) == 0
+
 
 LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
 """Keeps all sockets of single-machine ranks on the loopback interface, overriding the user's multi-node settings."""

@@ -52,6 +52,7 @@ class RankMessage:
     """Whether the sum of the step that follows `step` has reached it."""
     step: int = 0
     done: bool = False
+    """Whether the run is over: the first member has saved its end."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +88,6 @@ class ReplicaMembers:
         self.votes: dict[Place, bool] = {}
         self.alive: list[int] = []
         """Members of the epoch that are not lost."""
-        self.finished: set[int] = set()
         self.notice = ReplicaNotice()
         self.facts, self._since = "", 0.0
 
@@ -106,18 +106,12 @@ class ReplicaMembers:
         if (message.epoch, message.step) == (self.notice.epoch, self.notice.step) and place[0] in self.alive:
             self.votes[place] = bool(message.summed)
 
-    def finish(self, replica: int) -> None:
-        """Notes that a replica has done the last step; with the first one, which saves it, the run is over."""
-        self.finished.add(replica)
-        if replica in self.alive[:1]:
-            self.notice = replace(self.notice, over=True)
-
     def leave(self, replica: int) -> bool:
         """Removes a replica one of whose ranks is gone; returns whether that is a loss."""
         for rank in range(self.ranks):
             self.ready.pop((replica, rank), None)
             self.votes.pop((replica, rank), None)
-        lost = replica in self.alive and replica not in self.finished
+        lost = replica in self.alive and not self.notice.over
         self.alive = [each for each in self.alive if each != replica]
         self.notice = replace(self.notice, lost=self.notice.lost or lost)
         return lost
@@ -125,7 +119,7 @@ class ReplicaMembers:
     def decide(self) -> bool:
         """Ends a step, or begins the first epoch, if it is time to; returns whether there is another notice."""
         waiting = [each for each in self.present if each not in self.alive]
-        if self.notice.over or self.finished & set(self.alive):
+        if self.notice.over:
             return False
         if not self.alive:
             return self._begin(waiting)
@@ -139,10 +133,9 @@ class ReplicaMembers:
 
     def _begin(self, waiting: list[int]) -> bool:
         """Begins with all replicas, or after some time with enough; the one that has done most steps is the first."""
-        expected = self.replicas - len(self.finished)
-        enough = len(waiting) >= expected or self.clock() - self._since > FIRST_CALL_S
+        enough = len(waiting) == self.replicas or self.clock() - self._since > FIRST_CALL_S
         of = {each: self.ready[each, 0].ready or 0 for each in waiting}
-        if not enough or len(waiting) < min(self.least, expected) or max(of.values(), default=-1) < 0:
+        if not enough or len(waiting) < self.least or max(of.values(), default=-1) < 0:
             return False
         first, *others = sorted(waiting, key=lambda each: (-of[each], each))
         self._next(of[first], [first, *others], others)
@@ -197,8 +190,8 @@ class ReplicaCoordinator:
                     self.forget(before)  # its end was not heard yet
                 connection.place, self._connections[place] = place, connection
             elif message.done:
-                members.finish(place[0])
-                self._publish(members.notice.over)
+                members.notice = replace(members.notice, over=True)
+                self._publish(True)
             elif message.ready is not None:
                 members.enter(place, message)
                 if members.notice.over:
@@ -300,9 +293,13 @@ class ReplicaLink:
     def finish(self) -> None:
         self._say(RankMessage(done=True))
 
+    @property
+    def over(self) -> bool:
+        return self._notice.over or bool(self.met and self.met.over)
+
     def lost(self, notice: ReplicaNotice) -> bool:
         """Returns whether a member of the notice is known to be gone."""
-        return self._ended or self._notice.epoch != notice.epoch or self._notice.lost
+        return self._ended or self._notice.epoch != notice.epoch or self._notice.lost or self._notice.over
 
     def newer(self, notice: ReplicaNotice, beat: Callable[[], None]) -> ReplicaNotice:
         """Waits for what follows a notice, and calls `beat` meanwhile. Raises RunError if nothing can."""

@@ -32,7 +32,7 @@ from phalanx.launch.watchdog.heartbeat import Phase
 from phalanx.parallel.objective import MicroTensors
 from phalanx.parallel.parameter_shards import ParameterShard, counted
 from phalanx.parallel.pipeline import PipeDream
-from phalanx.train.elastic import ElasticReplicas, MembershipChangedError
+from phalanx.train.elastic import MembershipChangedError
 from phalanx.train.feed import Feed
 from phalanx.train.guard import Guard
 from phalanx.train.optimizer import ShardedOptimizer, square_sum
@@ -513,10 +513,10 @@ class ElasticDriver(SynchronousDriver):
 
     def take(self, done: int) -> Iterable[tuple[int, Step]]:
         replicas = self.stepper.elastic
-        assert isinstance(replicas, ElasticReplicas), "the job has run.min_replicas"
+        assert replicas is not None, "the job has run.min_replicas"
         while True:
             replicas.settle()
-            self.feed.divide(replicas.place, replicas.size, done)
+            self.feed.divide(replicas.place, done)
             try:
                 return super().take(done)
             except MembershipChangedError:

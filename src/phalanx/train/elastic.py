@@ -36,7 +36,6 @@ from phalanx.partition.ramp import ramp_of
 from phalanx.train.agreement import program_facts
 from phalanx.train.requests import Requests
 from phalanx.train.run_directory import job_facts
-from phalanx.train.state import TrainState
 
 _SLICE_S = 0.2
 """Seconds between two signs of life while other replicas are waited for."""
@@ -51,10 +50,9 @@ class MembershipChangedError(Exception):
 def own_job(job: Job) -> Job:
     """Returns the job of one replica's ranks: its layout without the others, which must do the whole batch alone if
     nobody else is there."""
-    micro_batch = ramp_of(job).phases[-1].batch.micro_batch
-    layout = replace(job.layout, dp_replicate=1, micro_batch=micro_batch, accumulation=0)
-    global_batch = ramp_of(job).phases[-1].batch.global_batch
-    return replace(job, layout=layout, train=replace(job.train, global_batch=global_batch))
+    batch = ramp_of(job).phases[-1].batch
+    layout = replace(job.layout, dp_replicate=1, micro_batch=batch.micro_batch, accumulation=0)
+    return replace(job, layout=layout, train=replace(job.train, global_batch=batch.global_batch))
 
 
 class ElasticReplicas:
@@ -68,8 +66,8 @@ class ElasticReplicas:
         self.rank, self.timeout_s = ranks.rank, job.run.timeout_s
         self.job, self.bucket = own_job(job), int(job.layout.bucket_mb * 2**20)
         self.notice, self.next = ReplicaNotice(), self.link.met or ReplicaNotice()
-        self._changed: Callable[[int, bool, dict[str, Any]], None] | None = None
-        self._rows = list[tuple[int, bool, dict[str, Any]]]()
+        self.rows = list[dict[str, Any]]()
+        """Rows for metrics.jsonl about changes of the members that nobody has written yet."""
         self.began = time.monotonic()
         self.port, self.store = 0, None
         if ranks.rank == 0:
@@ -78,33 +76,31 @@ class ElasticReplicas:
                 self.store = served(listener, 1, self.timeout_s)
         self._group: Any = None
         self._stuck: list[Any] = []  # groups with calls that still wait: their destructors would, too
-        self.state: TrainState
 
     @property
-    def place(self) -> int:
-        """The place of this replica among those that are there."""
-        return self.notice.members.index(self.link.replica)
-
-    @property
-    def size(self) -> int:
-        return len(self.notice.members)
+    def place(self) -> tuple[int, int]:
+        """The place of this replica among those that are there, and their number."""
+        return self.notice.members.index(self.link.replica), len(self.notice.members)
 
     @property
     def leads(self) -> bool:
         """Whether this replica writes checkpoints and metrics: the one that has been there for longest does."""
         return self.notice.members[:1] == (self.link.replica,)
 
-    def enter(self, state: TrainState) -> bool:
-        """Waits until this replica takes part, and copies the others' state; returns False if the run is over."""
+    def enter(self, state: Any) -> bool:
+        """Waits until this replica takes part, and copies the others' TrainState; returns False if the run is over."""
         self.state, self.ledger = state, state.stepper.mesh.ledger
         self.link.ready(-1 if self.link.copies else state.step, self.port)
         # Others may take long over a step, or wait for further replicas, which their own watchdogs look after.
         while self.link.replica not in self.next.members and not self.next.over:
             self.next = self.link.newer(self.next, heartbeat.beat)
-        if self.next.over:
-            return False
-        self.settle()
-        return True
+        try:
+            if not self.next.over:
+                self.settle()
+        except RunError:
+            if not self.link.over:
+                raise
+        return not self.link.over
 
     def settle(self) -> None:
         """Meets the members of the step that begins, if they have changed; those that are new get the state."""
@@ -113,23 +109,15 @@ class ElasticReplicas:
             self.began = time.monotonic()
         if before.epoch == self.notice.epoch:
             return
-        members, here = self.notice.members, self.place
+        members, (here, size) = self.notice.members, self.place
         with heartbeat.within(Phase.EXCHANGE):
-            self._group = self._join("sum", range(len(members)))
+            self._group = self._join("sum", range(size))
             new = [place for place, replica in enumerate(members) if replica in self.notice.new]
             if new and here in (0, *new):
                 self._copy(self._join("copy", [0, *new]))
-        row: dict[str, Any] = {"members": list(members), "joined": [m for m in members if m not in before.members]}
-        row |= {"lost": [m for m in before.members if m not in members], "seconds": time.monotonic() - self.began}
-        self._rows.append((self.notice.step, self.leads, row))
-        self.meet(self._changed)
-
-    def meet(self, changed: Callable[[int, bool, dict[str, Any]], None] | None) -> None:
-        """Makes `changed` take the steps done, whether this replica leads, and a row of metrics.jsonl, whenever the
-        members have changed; the first change was before there was anybody to take it."""
-        self._changed = changed
-        while changed and self._rows:
-            changed(*self._rows.pop(0))
+        joined, lost = (sorted({*a} - {*b}) for a, b in ((members, before.members), (before.members, members)))
+        row = {"members": members, "lost": lost, "joined": joined, "seconds": time.monotonic() - self.began}
+        self.rows.append({"step": self.notice.step, **row})
 
     def sum(self, shards: Sequence[ParameterShard], loss: Tensor, requests: Requests) -> Requests:
         """Sums the gradients of `shards`, the loss and the requests over the replicas, in place; returns the latter.
@@ -158,8 +146,14 @@ class ElasticReplicas:
         return Requests.decode(status[1].item())
 
     def finish(self) -> None:
-        """Tells the others that this replica leaves because the run ends."""
-        self.link.finish()
+        """Ends the run for all; the others wait until the first one has saved it. Raises RunError if that is lost."""
+        if self.leads:
+            self.link.finish()
+        while not self.link.over:
+            if self.link.lost(self.next):
+                raise RunError("the replica that saves the end of the run was lost")
+            heartbeat.beat()
+            time.sleep(_POLL_S)
 
     def _buckets(self, shards: Sequence[ParameterShard]) -> Iterator[list[Tensor]]:
         bucket, size = list[Tensor](), 0
@@ -174,9 +168,9 @@ class ElasticReplicas:
             yield bucket
 
     def _all_reduce(self, flat: Tensor) -> None:
-        if self.size == 1:
+        if (size := self.place[1]) == 1:
             return
-        self.ledger.add("dp_replicate", "all_reduce", flat.nbytes, self.size)
+        self.ledger.add("dp_replicate", "all_reduce", flat.nbytes, size)
         there, options = flat.cpu(), dist.AllreduceOptions()  # gloo's
         self._wait(self._group, lambda group: group.allreduce([there], options), options)
         if there is not flat:
@@ -210,7 +204,7 @@ class ElasticReplicas:
             if store is None:
                 return None
             prefixed = PrefixStore(f"{self.notice.epoch}/{name}/{self.rank}", store)
-            prefixed.set(f"here/{self.place}", "")
+            prefixed.set(f"here/{self.place[0]}", "")
             keys = [f"here/{place}" for place in places]
             # A member may still save a checkpoint, or be lost before it comes.
             while not prefixed.check(keys):
@@ -218,7 +212,7 @@ class ElasticReplicas:
                     return None
                 heartbeat.beat()
                 time.sleep(_POLL_S)
-            return dist.ProcessGroupGloo(prefixed, places.index(self.place), len(places), timedelta(seconds=_JOIN_S))
+            return dist.ProcessGroupGloo(prefixed, places.index(self.place[0]), len(places), timedelta(seconds=_JOIN_S))
         return None
 
     def _copy(self, group: Any) -> None:

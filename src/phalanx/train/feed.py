@@ -139,14 +139,13 @@ class Feed:
         if kind is None:
             self.readers.settle()
 
-    def divide(self, place: int, size: int, done: int) -> None:
-        """Reads from the step after `done` steps on the part of the `place`-th of `size` replicas that come and go."""
-        if self.members != (place, size) or self.steps_read != done:
-            for stream in self.streams.values():
-                stream.close()
+    def divide(self, members: tuple[int, int], done: int) -> None:
+        """Reads from the step after `done` steps on what is this replica's part with other `members`."""
+        if self.members != members or self.steps_read != done:
+            self.__exit__(None)  # ends the reading ahead
             first = self.samples(done).start
             self.first_sample, self.first_step, self.steps_read = first, done, done
-            self.members, self.streams, self.next = (place, size), {}, None
+            self.members, self.streams, self.next = members, {}, None
 
     def samples(self, done: int) -> range:
         """Returns the samples of the global batch of the step after `done` steps."""

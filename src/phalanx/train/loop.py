@@ -93,8 +93,6 @@ class Trainer:
         self.mesh.ledger.clear()
         with self._recorder() as recorder, self._telemetry(recorder) as telemetry, self.saving:
             self._record_start(recorder)
-            if self.replicas:
-                self.replicas.meet(partial(self._members_changed, recorder))
             self.profile.pause = recorder.meter.pause
             validates = self.rollouts.validate if self.rollouts else validate
             guard = guard_of(self.stepper, state.history, recorder.guard)
@@ -139,6 +137,8 @@ class Trainer:
         state, last = self.state, self.milestones.last
         done = Done(state.step, UNKNOWN, last=True, stops=False)
         rollouts, requests, record = self.rollouts, self.requests, recorder.step
+        if self.replicas:
+            record = partial(self._record, self.replicas, recorder)
         if rollouts:
             requests = partial(rollouts.requests, self.requests, lambda: state.step)
             record = partial(rollouts.record, recorder.step)
@@ -217,8 +217,11 @@ class Trainer:
         path = None if self.ranks.rank or (self.replicas and not self.replicas.leads) else self.directory.metrics
         return Recorder(path, meter, self.milestones, self.stepper, self._source_tokens)
 
-    def _members_changed(self, recorder: Recorder, step: int, leads: bool, row: dict[str, Any]) -> None:
-        recorder.replicas(None if self.ranks.rank or not leads else self.directory.metrics, step, row)
+    def _record(self, replicas: ElasticReplicas, recorder: Recorder, number: int, values: dict[str, float]) -> None:
+        """Records a step, and before it the changes of the replicas that it was taken by."""
+        recorder.replicas(self.directory.metrics if replicas.leads and self.ranks.rank == 0 else None, replicas.rows)
+        replicas.rows.clear()
+        recorder.step(number, values)
 
     def _telemetry(self, recorder: Recorder) -> GpuTelemetry:
         return GpuTelemetry.of(recorder, self.device, self.ranks.rank, self.ranks.local_world or 1)

@@ -7,7 +7,7 @@ import logging
 import math
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
@@ -212,14 +212,15 @@ class Recorder(Callback):
     def begin(self, step: int) -> None:
         self.first = step
 
-    def replicas(self, path: Path | None, step: int, row: dict[str, Any]) -> None:
-        """Records which replicas take part in the steps after step `step`; `path` is given to the one that writes."""
+    def replicas(self, path: Path | None, rows: Sequence[dict[str, Any]]) -> None:
+        """Records changes of the replicas that take part; `path` is given to the one that writes."""
         if path:
             self.rows.take_over(path)
-        self.rows.write("replicas", step=step, **row)
-        changes = [f"{name} replica {listed(row[name], 8)}" for name in ("lost", "joined") if row[name]]
-        count = counted(len(row["members"]), "replica")
-        log.info("step: %d  %s: %s (%s)", step, ", ".join(changes), count, as_time(row["seconds"]))
+        for row in rows:
+            self.rows.write("replicas", **row)
+            changes = ", ".join(f"{name} {listed(row[name], 8)}" for name in ("lost", "joined") if row[name])
+            count = counted(len(row["members"]), "replica")
+            log.info("step: %d  replicas: %s; %s (%s)", row["step"], changes, count, as_time(row["seconds"]))
 
     def after_step(self, done: Done) -> None:
         """Records the restart of an attempt that follows a failure, once its first step is done."""

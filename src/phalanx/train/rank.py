@@ -14,7 +14,7 @@ from phalanx.comm.agree import on_rank_zero
 from phalanx.config.job import Job
 from phalanx.errors import PhalanxError
 from phalanx.launch.process_group import process_group
-from phalanx.launch.ranks import Ranks, threads_for
+from phalanx.launch.ranks import Ranks, first_replica, threads_for
 from phalanx.launch.watchdog import heartbeat
 from phalanx.launch.watchdog.heartbeat import Phase
 from phalanx.model.attention_blocks import ordered_kernels
@@ -49,6 +49,7 @@ def train(job: Job, ranks: Ranks, log_file: Path | None, store: Store | None = N
     """
     device, run = devices.choose(job.cluster.device, ranks.local_rank), RunDirectory.of(job).path
     trackers = Trackers(job, run, log_file and log_file.parent, log.warning)
+    shows = ranks.rank == 0 and first_replica()
     torch.set_num_threads(threads_for(job.run.threads, ranks.local_world or 1))
     if device.type == "cpu":
         devices.keep_freed_memory()
@@ -57,14 +58,14 @@ def train(job: Job, ranks: Ranks, log_file: Path | None, store: Store | None = N
     with (
         Terminal(job if ranks.rank == 0 else None) as terminal,
         logging_to(terminal, job.run.log_level, ranks.rank, log_file, job.run.all_ranks),
-        nullcontext() if ranks.rank or not job.run.report else RunReport(run),
+        RunReport(run) if shows and job.run.report else nullcontext(),
         # It ends after the process group, so that no rank waits for a tracker.
-        trackers if job.run.trackers and not ranks.rank else nullcontext(),
+        trackers if shows and job.run.trackers else nullcontext(),
         process_group(ranks, device=device, timeout_s=job.run.timeout_s, store=store),
         ordered_kernels(device),
         MetricsEndpoint(job, run) as endpoint,
     ):
-        if job.run.metrics_port:
+        if job.run.metrics_port and first_replica():
             on_rank_zero(endpoint.listen)
         logs = on_rank_zero(lambda: str(log_file.parents[1]) if log_file else "")  # or the error of `refuse`
         copy = log_file_of(Path(logs), ranks) if logs and not log_file else None

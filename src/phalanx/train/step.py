@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -40,6 +40,7 @@ from phalanx.partition.documents import Numbers, Places, assign, keys_seen
 from phalanx.partition.tensor_slices import cp_coordinates, rank_positions, rank_share
 from phalanx.techniques.catalogue import updates_of
 from phalanx.techniques.offload import offload_problems, with_offload
+from phalanx.train.elastic import ElasticReplicas
 from phalanx.train.optimizer import ShardedOptimizer
 from phalanx.train.requests import NO_REQUESTS, Requests
 from phalanx.train.residence import InFiles, OnDevice, OnHost
@@ -253,19 +254,6 @@ class Computed:
         return asdict(found) if found else {}
 
 
-class ElasticSum(Protocol):
-    """The sums over replicas that come and go (train/elastic.py)."""
-
-    @property
-    def leads(self) -> bool:
-        """Whether this replica writes checkpoints and metrics."""
-        ...
-
-    def sum(self, shards: Sequence[ParameterShard], loss: Tensor, requests: Requests) -> Requests:
-        """Sums gradients and loss in place; returns the requests of any replica."""
-        ...
-
-
 class Stepper:
     """A job's model with its optimizer, distributed as the layout says, on one rank."""
 
@@ -309,7 +297,7 @@ class Stepper:
         """Of micro-batches cut by documents since a step was recorded, the most pairs of queries and keys of a ring
         position over their mean."""
         self.independent_replicas = job.layout.independent_replicas
-        self.elastic: ElasticSum | None = None
+        self.elastic: ElasticReplicas | None = None
         """Sums over replicas that come and go, each with a stepper of its own; None without."""
         self.sync: LocalSGD | None = None
         if job.layout.sync in ("local_sgd", "diloco"):
