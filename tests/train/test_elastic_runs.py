@@ -16,6 +16,7 @@ import torch
 from phalanx.check.job import problems_of
 from phalanx.check.load import load_file
 from phalanx.config.layout import Layout
+from phalanx.report.run import history, read_run
 from train import runs
 from train.runs import change
 
@@ -90,6 +91,8 @@ def test_a_run_whose_replicas_die_and_come_back_equals_one_process(ranks, tmp_pa
         launched.process.wait()
     members = [(row["members"], row["lost"]) for row in launched.rows("replicas")]
     assert members == [([0, 1], []), ([0], [1]), ([0, 1], []), ([1], [0]), ([1, 0], [])]
+    told = [sentence for *_, kind, sentence in history(read_run(tmp_path / "elastic")) if kind == "replicas"]
+    assert told[1:3] == ["lost 1; there are 0", "joined 1; there are 0, 1"]
     steps = launched.rows("step")
     assert [row["step"] for row in steps] == list(range(1, len(steps) + 1)), "none is missing, none is there twice"
     straight = change(change(job, "train", steps=len(steps)), "run", name="straight", min_replicas=0)

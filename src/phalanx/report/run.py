@@ -379,7 +379,7 @@ def _sentence(row: Row) -> str:
             return f"attempt {row.get('attempt')}: {row.get('reason')}"
         case "replicas":
             changes = (f"{each} {named}" for each in ("lost", "joined") if (named := numbers(row.get(each))))
-            return f"{', '.join(changes)}: {numbers(row.get('members'))} from now on"
+            return f"{', '.join(changes)}; there are {numbers(row.get('members'))}"
         case "guard":
             return str(row.get("text"))
         case "slow_rank":

@@ -157,7 +157,7 @@ def _elastic_problems(job: Job) -> Iterator[Problem]:
     if not 2 <= layout.dp_replicate >= least:
         yield (
             "run.min_replicas",
-            f"{least} cannot be left of dp_replicate {layout.dp_replicate} replicas, of which one is lost; nearest legal: "
+            f"asks for {least} replicas, and dp_replicate is {layout.dp_replicate}; nearest legal: "
             f"{max(1, min(least, layout.dp_replicate))} with layout.dp_replicate={max(2, layout.dp_replicate)}",
         )
     refused = {
