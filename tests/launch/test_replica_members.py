@@ -2,6 +2,7 @@
 
 import json
 import socket
+import time
 
 import pytest
 
@@ -15,6 +16,7 @@ from phalanx.launch.replicas import (
     ReplicaMembers,
     ReplicaNotice,
 )
+from phalanx.launch.verdict import LOST_PEER, LostPeerError
 
 
 class Clock:
@@ -158,10 +160,26 @@ def test_ranks_hear_of_each_other_and_at_once_of_a_lost_one(coordinator):
     assert again.newer(ReplicaNotice(), lambda: None).over
 
 
+def test_a_rank_that_has_nobody_to_copy_from_is_started_again(coordinator):
+    first, second = link(coordinator, 0), link(coordinator, 1)
+    for each in (first, second):
+        each.ready(0, 1)
+    begun = first.newer(ReplicaNotice(), lambda: None)
+    second._socket.shutdown(socket.SHUT_RDWR)
+    while not first.lost(begun):
+        time.sleep(0.01)
+    again = link(coordinator, 1)
+    again.ready(-1, 2)
+    first._socket.shutdown(socket.SHUT_RDWR)
+    with pytest.raises(LostPeerError) as caught:
+        again.newer(begun, lambda: None)
+    assert any(words in str(caught.value) for words in LOST_PEER), "the launcher knows it by its words"
+
+
 def test_a_rank_with_another_job_or_without_the_key_is_refused(coordinator):
     link(coordinator, 0)
     with pytest.raises(RunError, match="replica 1 may not take part: its job or program differs"):
         link(coordinator, 1, "other")
     where = json.loads(coordinator.variables(1)[REPLICA])
-    with pytest.raises(RunError, match="replica 1 may not take part: its launcher is gone"):
+    with pytest.raises(RunError, match="a replica was lost: its launcher does not answer"):
         ReplicaLink({**where, "key": "guessed"}, 0, "same")

@@ -26,6 +26,7 @@ from phalanx.config.typed import read_as
 from phalanx.errors import RunError
 from phalanx.launch.peers import QuietServer
 from phalanx.launch.ranks import REPLICA
+from phalanx.launch.verdict import LostPeerError
 
 MOST_BYTES = 1 << 16
 FIRST_CALL_S = 30.0
@@ -196,6 +197,8 @@ class ReplicaCoordinator:
                 members.enter(place, message)
                 if members.notice.over:
                     connection.say(members.notice)
+                elif message.ready < 0 and not members.alive:  # those it came to copy from were lost meanwhile
+                    connection.end()
                 self._decide()
             else:
                 members.vote(place, message)
@@ -266,23 +269,25 @@ class ReplicaLink:
     """A rank's connection to the coordinator."""
 
     def __init__(self, where: Mapping[str, Any], rank: int, facts: str):
-        """Raises RunError if the coordinator refuses this rank or is gone."""
+        """Raises RunError if the coordinator refuses this rank, and LostPeerError if it is gone."""
         self.replica = int(where["replica"])
         self._changed, self._notice, self._ended = threading.Condition(), ReplicaNotice(), False
         self._socket = socket.create_connection(("127.0.0.1", int(where["port"])))
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._lines = self._socket.makefile("rb")
         self._say(RankMessage(key=where["key"], replica=self.replica, rank=rank, facts=facts))
-        self.met = self._read()
-        if self.met is None or self.met.refusal:
-            why = self.met.refusal if self.met else "its launcher is gone"
-            raise RunError(f"replica {self.replica} may not take part: {why}")
+        met = self._read()
+        if met is None:
+            raise LostPeerError("a replica was lost: its launcher does not answer")
+        if met.refusal:
+            raise RunError(f"replica {self.replica} may not take part: {met.refusal}")
+        self.met = met
         threading.Thread(target=self._listen, name="phalanx-replica", daemon=True).start()
 
     @property
     def copies(self) -> bool:
         """True if other replicas were training when this one came: it copies their state."""
-        return bool(self.met and self.met.members)
+        return bool(self.met.members)
 
     def ready(self, step: int, port: int) -> None:
         self._say(RankMessage(ready=step, port=port))
@@ -295,21 +300,23 @@ class ReplicaLink:
 
     @property
     def over(self) -> bool:
-        return self._notice.over or bool(self.met and self.met.over)
+        return self._notice.over or self.met.over
 
     def lost(self, notice: ReplicaNotice) -> bool:
         """Returns whether a member of the notice is known to be gone."""
         return self._ended or self._notice.epoch != notice.epoch or self._notice.lost or self._notice.over
 
     def newer(self, notice: ReplicaNotice, beat: Callable[[], None]) -> ReplicaNotice:
-        """Waits for what follows a notice, and calls `beat` meanwhile. Raises RunError if nothing can."""
+        """Waits for what follows a notice, and calls `beat` meanwhile. Raises LostPeerError if nothing can."""
         while True:
             with self._changed:
                 new = self._notice
                 if (new.epoch, new.step, new.over) > (notice.epoch, notice.step, notice.over):
                     return new
                 if self._ended:
-                    raise RunError(f"replica {self.replica} was given up, or its launcher is gone")
+                    raise LostPeerError(
+                        "a replica was lost: there is nobody to copy from, or no launcher"
+                    )
                 self._changed.wait(_BEAT_S)
             beat()
 
@@ -317,7 +324,7 @@ class ReplicaLink:
         try:
             self._socket.sendall(json.dumps(asdict(message)).encode() + b"\n")
         except OSError as error:
-            raise RunError(f"replica {self.replica} has lost its launcher: {error.strerror or error}") from error
+            raise LostPeerError(f"a replica was lost: its launcher is gone: {error.strerror or error}") from error
 
     def _read(self) -> ReplicaNotice | None:
         with suppress(OSError, ValueError):

@@ -98,7 +98,7 @@ def describe(error: BaseException) -> tuple[int, str, str | None]:
 
 LOST_PEER = (
     *("Connection closed by peer", "Connection reset by peer", "Broken pipe", "NCCL remote process exited"),
-    *("gloo/transport", "Timed out waiting", "Watchdog caught collective operation timeout"),
+    *("gloo/transport", "Timed out waiting", "Watchdog caught collective operation timeout", "a replica was lost"),
 )
 """Error texts of ranks that failed only because of another one: it is gone, or did not come to a collective in time."""
 TEXTS = (

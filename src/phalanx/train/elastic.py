@@ -25,10 +25,10 @@ from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore  # torch.distributed.*, to the type stubs
 
 from phalanx.config.job import Job
-from phalanx.errors import RunError
 from phalanx.launch.meeting import connected, listening_socket, served
 from phalanx.launch.ranks import REPLICA, Ranks
 from phalanx.launch.replicas import ReplicaLink, ReplicaNotice
+from phalanx.launch.verdict import LostPeerError
 from phalanx.launch.watchdog import heartbeat
 from phalanx.launch.watchdog.heartbeat import Phase
 from phalanx.parallel.parameter_shards import ParameterShard
@@ -65,7 +65,7 @@ class ElasticReplicas:
         self.link = ReplicaLink(json.loads(os.environ[REPLICA]), ranks.rank, digest)
         self.rank, self.timeout_s = ranks.rank, job.run.timeout_s
         self.job, self.bucket = own_job(job), int(job.layout.bucket_mb * 2**20)
-        self.notice, self.next = ReplicaNotice(), self.link.met or ReplicaNotice()
+        self.notice, self.next = ReplicaNotice(), self.link.met
         self.rows = list[dict[str, Any]]()
         """Rows for metrics.jsonl about changes of the members that nobody has written yet."""
         self.began = time.monotonic()
@@ -97,7 +97,7 @@ class ElasticReplicas:
         try:
             if not self.next.over:
                 self.settle()
-        except RunError:
+        except LostPeerError:
             if not self.link.over:
                 raise
         return not self.link.over
@@ -115,7 +115,8 @@ class ElasticReplicas:
             new = [place for place, replica in enumerate(members) if replica in self.notice.new]
             if new and here in (0, *new):
                 self._copy(self._join("copy", [0, *new]))
-        joined, lost = (sorted({*a} - {*b}) for a, b in ((members, before.members), (before.members, members)))
+        joined = self.notice.new if before.epoch else members
+        lost = [each for each in before.members if each not in members or each in joined]
         row = {"members": members, "lost": lost, "joined": joined, "seconds": time.monotonic() - self.began}
         self.rows.append({"step": self.notice.step, **row})
 
@@ -146,12 +147,12 @@ class ElasticReplicas:
         return Requests.decode(status[1].item())
 
     def finish(self) -> None:
-        """Ends the run for all; the others wait until the first one has saved it. Raises RunError if that is lost."""
+        """Ends the run for all; the others wait until the first one has saved it. Raises LostPeerError without that."""
         if self.leads:
             self.link.finish()
         while not self.link.over:
             if self.link.lost(self.next):
-                raise RunError("the replica that saves the end of the run was lost")
+                raise LostPeerError("a replica was lost that had to save the end of the run")
             heartbeat.beat()
             time.sleep(_POLL_S)
 
@@ -216,7 +217,7 @@ class ElasticReplicas:
         return None
 
     def _copy(self, group: Any) -> None:
-        """Copies the state of the first member to the new ones. Raises RunError on these if that fails."""
+        """Copies the state of the first member to the new ones. Raises LostPeerError on these if that fails."""
         sends, options = self.leads, dist.BroadcastOptions()
         options.rootRank = 0
 
@@ -238,6 +239,6 @@ class ElasticReplicas:
         except RuntimeError as error:
             if sends:  # a new member is lost: the sum of this step will say so
                 return
-            raise RunError(f"the replica whose state this one copied was lost: {error}") from error
+            raise LostPeerError(f"a replica was lost whose state this one copied: {error}") from error
         if not sends:
             self.state.stepper.reload()
