@@ -314,9 +314,7 @@ class ReplicaLink:
                 if (new.epoch, new.step, new.over) > (notice.epoch, notice.step, notice.over):
                     return new
                 if self._ended:
-                    raise LostPeerError(
-                        "a replica was lost: there is nobody to copy from, or no launcher"
-                    )
+                    raise LostPeerError("a replica was lost: there is nobody to copy from, or no launcher")
                 self._changed.wait(_BEAT_S)
             beat()
 
