@@ -36,6 +36,7 @@ class _Shared:
     """State common to the programs of all ranks."""
 
     micros: int
+    tokens: int
     norm: Literal["no", "sums", "clips"]
     versions: bool
     trained: set[str]
@@ -143,13 +144,15 @@ class FollowedProgram(FollowedStates):
             return
         if kind in ("parameter", "shard", "master"):
             self.parameters.add(at.storage)
-        elif event.constants.endswith(" | balances"):
-            return  # counts of tokens, which no norm has
         elif kind == "gradient":
-            bits, expected = self.states.of(at), self.expected[int(event.where)]
+            counts = event.constants.endswith(" | balances")  # of tokens, whatever their targets; no norm has them
+            bits, expected = (
+                self.states.of(at),
+                self.expected[int(event.where)] & (self.shared.tokens if counts else -1),
+            )
             if missing := expected & ~bits:
                 self.find(event.name, f"it does not depend on {self._words(missing, expected)}")
-            if not self.shared.versions:
+            if not self.shared.versions and not counts:
                 self.final = True
                 bit = self.shared.gradients.setdefault(
                     event.constants, 1 << self._first_bit + len(self.shared.gradients)
@@ -184,8 +187,8 @@ def follow(
     """Returns where the ranks of a step lose or mix micro-batches, or count a gradient twice or not at all in the
     norm. `versions`: later weights are in use while earlier micro-batches are under way, and the norm is not judged."""
     held = (each for recorder in recorders for each in recorder.events if each.name.startswith("gradient of "))
-    names = (each.name for each in held if not each.constants.endswith(" | balances"))
-    shared = _Shared(recorders[0].micros, norm, versions, {name.removeprefix("gradient of ") for name in names})
+    names = {x.name.removeprefix("gradient of ") for x in held if not x.constants.endswith(" | balances")}
+    shared = _Shared(recorders[0].micros, recorders[0].tokens, norm, versions, names)
     run_together([(each, each.run(of.events, shared)) for each, of in zip(programs, recorders, strict=True)])
     for program, parameter, bits in shared.updates if norm == "clips" else ():
         if missing := [name for name, bit in shared.gradients.items() if not bits & bit]:

@@ -28,7 +28,6 @@ from phalanx.dryrun.world import DEVICE_OF
 from phalanx.launch.watchdog import heartbeat
 from phalanx.parallel.compression import parts
 from phalanx.parallel.parameter_shards import ParameterShard
-from phalanx.partition.derived import gathers_parameters
 from phalanx.train.step import Stepper
 from phalanx.train.sync import DiLoCo
 
@@ -105,6 +104,8 @@ class OperationRecorder(TorchDispatchMode):
         self.bits: dict[int, int] = {}
         """By address of a micro-batch's array, its bit: micro-batch + micro-batches × source. A source is a data rank's
         tokens, or the targets of one of its context-parallel ranks."""
+        self.tokens = 0
+        """The bits of all data ranks' tokens."""
         self.kept: list[Any] = []
         self.scalars: dict[int, float] = {}
         """By storage, the values of what backward passes begin with: powers of one number."""
@@ -247,8 +248,8 @@ class OperationRecorder(TorchDispatchMode):
 
     def begins(self, stepper: Stepper) -> None:
         optimizer, mesh = stepper.optimizer, stepper.mesh
-        self.gathers = gathers_parameters(stepper.job.layout)
         cp, tokens = mesh.coordinates["cp"], mesh.data_rank
+        self.tokens = (1 << self.micros * mesh.data_ranks) - 1
         self.sources = tokens, mesh.data_ranks + tokens * mesh.sizes["cp"] + cp
         self.check("parameter", self._parameters(stepper))
         self.check("shard", [(_identity(f), f.value) for f in stepper.trained])
@@ -274,12 +275,8 @@ class OperationRecorder(TorchDispatchMode):
             self.findings.append(SumFinding("", (self.rank, self.rank), "the factor of the loss", why))
 
     def _parameters(self, stepper: Stepper) -> Iterator[tuple[str, Tensor]]:
-        for shard in self._followed(stepper.replica.local_parameters()):
+        for shard in stepper.replica.local_parameters():
             yield _identity(shard), shard.value
-
-    def _followed(self, shards: Sequence[ParameterShard]) -> Iterator[ParameterShard]:
-        """Yields the shards that are judged: with FSDP2 not the counts by which routers balance experts."""
-        return (f for f in shards if not (self.gathers and f.balances))
 
     def reads(self, micro_batches: Sequence[MicroBatch]) -> None:
         self.kept.append(micro_batches)
@@ -298,7 +295,7 @@ class OperationRecorder(TorchDispatchMode):
         self.factor = factor
 
     def gradients(self, stepper: Stepper) -> None:
-        held = [(f, f.gradient) for f in self._followed(stepper.replica.shards) if f.gradient is not None]
+        held = [(f, f.gradient) for f in stepper.replica.shards if f.gradient is not None]
         self.check("gradient of", [(_identity(f) + " | balances" * f.balances, x) for f, x in held])
         self.updates += 1
 
