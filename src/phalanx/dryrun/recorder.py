@@ -35,6 +35,10 @@ PIECEWISE = {"copy_", "clone", "_to_copy", "detach", "zero_"} | {
     *("add_", "add", "sub_", "sub", "mul_", "mul", "div_", "div"),
 }
 """Operations each of whose elements depends on those at the same place alone: parts of a buffer keep their states."""
+SHAPED = {f"{x}_like" for x in ("empty", "zeros", "ones", "full")} | {
+    *("new_empty", "new_empty_strided", "new_zeros", "new_ones", "new_full"),
+}
+"""Operations that read no element: their results have the shape or the type of what they are given."""
 MESSAGE = "a message between stages"
 
 
@@ -160,7 +164,7 @@ class OperationRecorder(TorchDispatchMode):
         if any(type(x) is not FakeTensor and x.is_meta for x in given):
             return func(*args, **kwargs)
         known = {x.untyped_storage()._cdata for x in given if type(x) is FakeTensor}
-        reads = [self.place(x) for x in given]
+        reads = [] if name in SHAPED else [self.place(x) for x in given]
         out = func(*args, **kwargs)
         constants, group = repr(list(_constants((args, kwargs)))), ()
         where = heartbeat.module()

@@ -234,6 +234,8 @@ class _NeighbourRanks(FollowedStates):
             return self._collective(event, other)
         constants = event.constants != other.constants
         differ = [self._reads(a, b) for a, b in zip(event.reads, other.reads, strict=True)]
+        if event.name == "copy_":
+            differ[0] = False  # what it writes
         for at, fresh in zip(event.writes, event.fresh, strict=True):
             self._fresh(at, fresh)
         if event.name.startswith(("_foreach", "_fused")) and len(event.reads) % max(len(event.writes), 1) == 0:

@@ -311,6 +311,8 @@ GLOBAL_BATCHES = (8, 24)
 """Sequences per step: the first one divisible by a layout's data ranks × accumulation, else that product."""
 PIPELINE_BATCHES = (8,)
 """Sequences per step for pipelines, whose micro-batches may be one sequence each: 5 of them take 5."""
+LATE = ("layout.sync", "layout.compression")
+"""Fields by which values differ from one process, and which sums over ranks do not."""
 PAIR_RANKS = 8
 """Maximum ranks of a layout of the covering set: more would make layouts larger, not different."""
 
@@ -631,7 +633,7 @@ def _problems(job: Job, selection: Selection, max_ranks: int) -> list[Problem]:
         found.append(("", f"needs {layout.processes} processes, more than --max-ranks {max_ranks}"))
     case = selection.case(layout)
     for each in (*techniques_of(job).values(), *axes_of(layout).values()):
-        found += (wrong for wrong in each.differs(case) if selection.values or wrong[0] != "layout.sync")
+        found += (wrong for wrong in each.differs(case) if selection.values or wrong[0] not in LATE)
     return found
 
 
