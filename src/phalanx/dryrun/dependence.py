@@ -145,11 +145,10 @@ class FollowedProgram(FollowedStates):
         if kind in ("parameter", "shard", "master"):
             self.parameters.add(at.storage)
         elif kind == "gradient":
-            counts = event.constants.endswith(" | balances")  # of tokens, whatever their targets; no norm has them
-            bits, expected = (
-                self.states.of(at),
-                self.expected[int(event.where)] & (self.shared.tokens if counts else -1),
-            )
+            bits, expected = self.states.of(at), self.expected[int(event.where)]
+            counts = event.constants.endswith(" | balances")  # of tokens; no norm has them
+            if counts or ".attn.index." in name:  # an indexer's loss has no targets either
+                expected &= self.shared.tokens
             if missing := expected & ~bits:
                 self.find(event.name, f"it does not depend on {self._words(missing, expected)}")
             if not self.shared.versions and not counts:
