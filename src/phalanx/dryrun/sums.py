@@ -306,7 +306,7 @@ class _NeighbourRanks(FollowedStates):
             self.find(what, "all ranks hold what it sums: it is counted twice", event.where)
         apart = not all(map(self._same_place, event.reads, other.reads))
         ends = tuple(zip(event.group, other.group, strict=True))
-        if event.peer >= 0 and not inside:
+        if event.peer >= 0 and (event.peer, other.peer) in self.pairs:
             ends = self.ranks, (event.peer, other.peer)
             return self.meet(event, "message", ends if name == "c10d.send" else ends[::-1], apart)
         if name in ("c10d._allgather_base_", "c10d._reduce_scatter_base_") and self.pairs >= {*ends}:
@@ -318,7 +318,7 @@ class _NeighbourRanks(FollowedStates):
             elif name in ("c10d._allgather_base_", "c10d.broadcast_"):
                 self.states.write(at, not inside and differs)
             else:
-                self.states.write(at, inside or differs)
+                self.states.write(at, inside or differs or event.peer >= 0)
         return None
 
 
