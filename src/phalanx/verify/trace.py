@@ -221,7 +221,7 @@ class StepRecorder:
         for name, module in named.items():
             if isinstance(module, CoreAttention):
                 module.register_forward_pre_hook(partial(self._see_heads, f"{path}.{name}"))
-                by_token = _all_heads if isinstance(module, ChosenAttention) else _by_token
+                by_token = _FLAT if isinstance(module, ChosenAttention) else _by_token
                 self._after(f"{path}.{name}", module, by_token, unit=("head", 0))
             elif isinstance(module, Linear) and name not in (*reads, *writes) and _is_plain(name):
                 # Of what every tensor rank computes whole, each has an unknown part of the gradient.
@@ -290,7 +290,7 @@ class StepRecorder:
     def _see_heads(self, path: str, core: nn.Module, inputs: tuple[Any, ...]) -> None:
         shape, names, more = partial(_by_token, last=inputs[0].shape[2]), ("q", "k", "v"), {}
         if isinstance(core, ChosenAttention):
-            shape, names, more = _all_heads, ("q", "latents"), inputs[2]._asdict()
+            shape, names, more = _FLAT, ("q", "latents"), inputs[2]._asdict()
         for name, x in (*zip(names, inputs, strict=False), *more.items()):
             # Of keys in slices this pass has only its own queries' part of the gradient.
             whole = self.slices == 1 or name in ("q", "queries")
@@ -313,6 +313,10 @@ class StepRecorder:
                     self.tensors[key] = weight.detach().clone(memory_format=torch.contiguous_format).cpu()
 
 
+_FLAT = partial(torch.flatten, start_dim=2)
+"""Maps (batch, tokens, heads, size) to (batch, tokens, heads × size)."""
+
+
 def _matrix(x: Tensor) -> Tensor:
     """Returns (batch, seq, features) or (tokens, features) as a matrix, and losses (tokens,), or one, as a column."""
     return x.flatten(0, 1) if x.dim() == 3 else x if x.dim() == 2 else x.reshape(-1, 1)
@@ -321,11 +325,6 @@ def _matrix(x: Tensor) -> Tensor:
 def _by_token(x: Tensor, last: int = 0) -> Tensor:
     """Maps (batch, heads, tokens, size) to (batch, tokens, heads × size): of the `last` tokens, by default of all."""
     return x[:, :, -last:].transpose(1, 2).flatten(2)
-
-
-def _all_heads(x: Tensor) -> Tensor:
-    """Maps (batch, tokens, heads, size) to (batch, tokens, heads × size)."""
-    return x.flatten(2)
 
 
 def _is_plain(name: str) -> bool:
