@@ -20,7 +20,7 @@ from phalanx.cli.main import main
 from phalanx.config.layout_line import parse
 from phalanx.dryrun.sums import SumProof, problems, prove_sums
 from phalanx.partition.derived import stashes
-from phalanx.verify.select import select
+from phalanx.verify.select import MATRIX, select
 from verify.bugs import BUGS, MODELS
 from verify.plant import Bug, planted
 
@@ -195,6 +195,15 @@ LAYOUTS = (
     ),
     *(each for each in (matrix() if STATIC else ()) if each not in JUDGED),
 )
+
+
+def test_every_field_that_verify_sets_is_judged_by_default():
+    """But threads, which a rehearsal cannot run."""
+    of_verify, judged = (
+        {each.partition("=")[0] for line in lines for each in line.partition(" ")[0].split(",")}
+        for lines in (MATRIX, [line for _, line in LAYOUTS])
+    )
+    assert of_verify - judged == {"data_parallel"}
 
 
 @pytest.mark.skipif(not STATIC, reason="selects every layout of every model: make static")
