@@ -19,12 +19,17 @@ EXPERTS = (
     "model.moe.n_experts=4 model.moe.top_k=2 model.moe.d_ff=8 model.moe.n_shared=1 model.moe.aux_loss=0.01 "
     "model.moe.z_loss=0.001 model.moe.bias_balanced=true"
 )
+LATENT = (
+    f"{LLAMA} model.n_kv_heads=0 model.mla.q_rank=12 model.mla.kv_rank=8 model.mla.rope_head_dim=4 "
+    "model.mla.nope_head_dim=4 model.mla.v_head_dim=4"
+)
 MODELS = {
     "gpt": f"{TINY} model.dropout=0.1",
     "llama": LLAMA,
     "experts": f"{LLAMA} {EXPERTS}",
-    "latent": f"{LLAMA} model.n_kv_heads=0 model.mla.q_rank=12 model.mla.kv_rank=8 model.mla.rope_head_dim=4 "
-    "model.mla.nope_head_dim=4 model.mla.v_head_dim=4",
+    "latent": LATENT,
+    "chosen keys": f"{LATENT} model.sparse.top_k=5 model.sparse.index_heads=2 model.sparse.index_head_dim=8",
+    "shared keys": f"{LLAMA} model.n_layers=4 model.shared_keys=2 model.layer_embedding=4 model.vocab_size=251",
     "further tokens": f"{LLAMA} model.n_layers=4 model.mtp=2 model.tied=true",
     "adapters": f"{LLAMA} model.lora.rank=2",
 }
@@ -537,6 +542,129 @@ BUGS = (
         (("part.start, part.size)", "part.whole[part.dim] - part.start - part.size, part.size)"),),
         "blocks.0.attn.wq.weight",
         "optimizer.name=muon",
+        "llama",
+    ),
+    # Whole experts on tensor ranks.
+    Bug(
+        "tensor ranks with whole experts share the load-balancing loss as if each had all tokens",
+        "tp=2,ep=2,etp=1,sp=true",
+        "parallel.tensor:connect",
+        (("1 if parallel.folds else 1 / parallel.tp.size", "1 / parallel.tp.size"),),
+        "moe.router |",
+        model="experts",
+    ),
+    Bug(
+        "a tensor rank with whole experts takes its tokens for those of the first sequences",
+        "tp=2,ep=2,etp=1,sp=true",
+        "parallel.expert:FoldedSequences._numbers",
+        (("self.tp.rank * here, (self.tp.rank + 1) * here", "0, here"),),
+        "moe.router |",
+        model="experts",
+    ),
+    Bug(
+        "rows go to experts in the order in which data ranks would hold them, with tensor ranks among these",
+        "dp_shard=2,tp=2,ep=4,etp=1,sp=true",
+        "partition.tensor_slices:in_order_of_ranks",
+        (("return (within // each * tp + of_tensor_rank) * each + within % each", "return experts"),),
+        "moe.experts",
+        model="experts",
+    ),
+    # Documents dealt to the positions of a ring.
+    Bug(
+        "a ring's ranks hold the tokens of the zig-zag, and attend as if they had those that were dealt to them",
+        "cp=2",
+        "train.step:Stepper.tensors",
+        (("places = torch.tensor([position for run in runs for position in run], device=self.device)", "pass"),),
+        "blocks.0.attn.core |",
+        "data.document_mask=true",
+        "llama",
+    ),
+    Bug(
+        "short documents in a row, which are computed in one call, are not masked from each other",
+        "cp=2",
+        "partition.documents:DocumentCut._diagonal",
+        (("masked=not alone", "masked=False"),),
+        "blocks.0.attn.core |",
+        "data.document_mask=true",
+        "llama",
+    ),
+    # The indexer of sparse attention.
+    Bug(
+        "each tensor rank's indexer learns from the heads of this rank",
+        "tp=2",
+        "model.sparse:_Chosen.backward",
+        (("core.sum_heads(target)", "pass"),),
+        "attn.core.index",
+        model="chosen keys",
+        parts=True,
+    ),
+    Bug(
+        "gathered keys, of which the indexer chooses, are in the order of the context-parallel ranks",
+        "cp=2",
+        "parallel.context:_GatherSequences.forward",
+        (("[:, order.argsort()]", "[:, order.sort()[0]]"),),
+        "blocks.0.attn.core |",
+        model="chosen keys",
+    ),
+    Bug(
+        "context-parallel ranks take their queries to be the last tokens of the sequence",
+        "cp=2",
+        "parallel.context:WholeSequences.places",
+        (("self.cp.rank, device)", "0, device)"),),
+        "blocks.0.attn.core |",
+        model="chosen keys",
+    ),
+    # Layers that share keys, and have embeddings of their own.
+    Bug(
+        "a stage sends the projections for later layers' embeddings without a way back for their gradient",
+        "pp=2,accumulation=2",
+        "model.transformer:Transformer.sent",
+        (("beside.projected)", "beside.projected.detach())"),),
+        "layer_inputs",
+        model="shared keys",
+    ),
+    Bug(
+        "the layer that lends its keys gets no gradient from the layers that read them",
+        "tp=2",
+        "model.attention:SharedKeys.extend",
+        (("self.lent[layer] = keys, values", "self.lent[layer] = keys.detach(), values"),),
+        "blocks.1.attn",
+        model="shared keys",
+    ),
+    # Modules for further tokens.
+    Bug(
+        "modules for further tokens read the tokens one place after a context-parallel rank's own",
+        "cp=2",
+        "train.step:Stepper.tensors",
+        (("each.map(lambda x: x[:, places])", "each.map(lambda x: x.roll(-1, 1)[:, places])"),),
+        "blocks.2",
+        model="further tokens",
+    ),
+    Bug(
+        "the gradient of a chunked loss of further tokens has the scale of the loss of the next ones",
+        "pp=2,loss_chunk=24,accumulation=2",
+        "parallel.objective:Objective._of_further",
+        (("self.chunked_further", "self.chunked"),),
+        "| embed |",
+        model="further tokens",
+    ),
+    # Completions.
+    Bug(
+        "the loss of completions is the mean of those of the micro-batch",
+        "dp_replicate=2,accumulation=2",
+        "parallel.objective:PolicyLoss.__call__",
+        (("(weight * loss).where(valid, 0).sum()", "(weight * loss).where(valid, 0).sum() / len(losses)"),),
+        "| loss |",
+        "data.corpus=prompts data.path=prompts.jsonl train.grpo.reward=exact",
+        "llama",
+    ),
+    Bug(
+        "context-parallel ranks compare the log-probabilities of their tokens with those of the first tokens",
+        "cp=2",
+        "train.step:Stepper.tensors",
+        (("policy[:, places]", "policy[:, : len(places)]"),),
+        "| loss |",
+        "data.corpus=prompts data.path=prompts.jsonl train.grpo.reward=exact",
         "llama",
     ),
 )

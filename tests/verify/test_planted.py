@@ -30,6 +30,7 @@ FAST = (
     "the gradients of routers are not summed over the tensor ranks",
     "the layers of a stage run in reverse order",
     "a rank runs the layers of its interleaved chunks in each other's place",
+    "gathered keys, of which the indexer chooses, are in the order of the context-parallel ranks",
 )
 """The bugs that are planted by default."""
 

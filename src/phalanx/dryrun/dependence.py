@@ -4,33 +4,31 @@ A gradient depends on every micro-batch of every rank whose gradients are summed
 overwritten, or not summed. A message between stages depends on one micro-batch, and before gradients are final only a
 sum reads two. A gradient also is a source of its own for what is computed from it: the norm has each once, and with
 clipping every parameter depends on all of them.
-
-Programs run together: a collective's result is known once all its ranks have come to it.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Literal
 
 from phalanx.dryrun.recorder import (
+    MESSAGE,
     BytesOf,
-    ByteStates,
+    FollowedStates,
     OperationRecorder,
+    Parts,
     Piece,
     RecordedOperation,
     SumFinding,
-    joined,
+    bits_of,
     moved,
+    run_together,
 )
 
 ADDING = {"add", "add_", "_foreach_add_", "cat", "stack", "copy_"}
 """Operations that may join the gradients of several micro-batches."""
-Key = tuple[str, tuple[int, ...], int]
-"""A collective or message: its name, its ranks, and its number among theirs."""
 
 
 @dataclass
@@ -38,45 +36,32 @@ class _Shared:
     """State common to the programs of all ranks."""
 
     micros: int
+    tokens: int
     norm: Literal["no", "sums", "clips"]
     versions: bool
     trained: set[str]
     """Names of parameters with gradients."""
-    parts: defaultdict[Key, dict[int, list[Piece]]] = field(default_factory=lambda: defaultdict(dict))
     gradients: dict[str, int] = field(default_factory=dict)
     """By gradient, its bit."""
     updates: list[tuple[FollowedProgram, str, int]] = field(default_factory=list)
     """Parameters after an update, with their bits."""
-    findings: list[SumFinding] = field(default_factory=list)
 
 
-class FollowedProgram:
+class FollowedProgram(FollowedStates):
     """One rank's program. `expected` are the bits that each update depends on."""
 
-    def __init__(self, rank: int, stage: int, expected: Sequence[int]):
-        self.rank, self.stage, self.expected = rank, stage, expected
-        self.states = ByteStates()
+    def __init__(self, rank: int, stage: int, expected: Sequence[int], parts: Parts):
+        super().__init__((rank, rank), rank, "", parts)
+        self.stage, self.expected = stage, expected
         self.parameters = set[int]()
         """Storages of parameters."""
-        self.coming = dict[int, list[tuple[BytesOf, Key, RecordedOperation]]]()
-        """By storage, what arrives there."""
-        self.counts = defaultdict[tuple[str, tuple[int, ...]], int](int)
-        self.final, self.done = False, 0
-
-    def find(self, what: str, why: str, where: str = "", other: int | None = None, axis: str = "") -> None:
-        ranks = self.rank, self.rank if other is None else other
-        self.shared.findings.append(SumFinding(axis, ranks, what, why, where))
+        self.final = False
 
     def run(self, program: Sequence[RecordedOperation], shared: _Shared) -> Iterator[None]:
         """Follows the program; stops while what is read has not arrived."""
         self.shared = shared
         for event in program:
-            for at in (*event.reads, *event.writes):
-                for buffer, key, call in self.coming.pop(at.storage, ()):
-                    needed = key[1][:1] if key[0] == "message" else key[1]
-                    while not shared.parts[key].keys() >= {*needed}:
-                        yield
-                    self._arrive(buffer, call, [shared.parts[key][rank] for rank in needed])
+            yield from self.await_at((*event.reads, *event.writes))
             self.done += 1
             if event.group:
                 self._collective(event)
@@ -122,53 +107,20 @@ class FollowedProgram:
 
     def _collective(self, event: RecordedOperation) -> None:
         if event.name == "c10d.barrier":
-            return
-        source = event.reads[0]
-        pieces = moved(self.states.pieces(source), -source.first)
-        if not source.dense or len(event.reads) > 1:
-            bits = 0
-            for at in event.reads:
-                bits |= self.states.of(at)
-            pieces = [(0, source.last - source.first, bits)]
-        if event.peer >= 0:
-            ends = (self.rank, event.peer) if event.name == "c10d.send" else (event.peer, self.rank)
-            name = "message"
-        else:
-            name, ends = event.name, event.group
-        way = (event.name, ends) if name == "message" else (name, ends)
-        key = name, ends, self.counts[way]
-        self.counts[way] += 1
-        if event.name == "c10d.send":
-            crosses = event.peer // self.stage != self.rank // self.stage
-            if crosses and not self.final and len(self.micros(_bits(pieces))) > 1:
-                self.find("a message between stages", "it depends on several micro-batches", event.where, event.peer)
-        if event.name != "c10d.recv_":
-            self.shared.parts[key][self.rank] = pieces
-        for at in event.writes:
-            self.coming.setdefault(at.storage, []).append((at, key, event))
+            return None
+        if event.peer < 0:
+            return self.meet(event, event.name, event.group)
+        if event.name == "c10d.recv_":
+            return self.meet(event, "message", (event.peer, self.rank))
+        crosses = event.peer // self.stage != self.rank // self.stage
+        if crosses and not self.final and len(self.micros(self.states.of(event.reads[0]))) > 1:
+            self.find(MESSAGE, "it depends on several micro-batches", event.where, event.peer)
+        return self.meet(event, "message", (self.rank, event.peer))
 
-    def _arrive(self, at: BytesOf, event: RecordedOperation, parts: Sequence[list[Piece]]) -> None:
-        """Writes what a collective brings."""
-        size = at.last - at.first
-        pieces: list[Piece] = []
-        if event.name == "c10d._reduce_scatter_base_":
-            first = event.group.index(self.rank) * size
-            cut = [[(max(a, first), min(b, first + size), bits) for a, b, bits in part] for part in parts]
-            pieces = moved(joined([[each for each in part if each[0] < each[1]] for part in cut]), at.first - first)
-        elif event.name == "c10d._allgather_base_":
-            each = size // len(parts)
-            pieces = [piece for place, part in enumerate(parts) for piece in moved(part, at.first + place * each)]
-        elif event.name in ("c10d.allreduce_", "c10d.recv_"):
-            pieces = moved(joined(parts), at.first)
+    def arrive(self, at: BytesOf, event: RecordedOperation, parts: Sequence[list[Piece]]) -> None:
         if event.name == "c10d.allreduce_" and self.final and "MAX" not in event.constants:
             self._judge_norm(event, parts)
-        if at.dense and len(event.writes) == 1 and pieces and (pieces[0][0], pieces[-1][1]) == (at.first, at.last):
-            self.states.put(at, pieces)
-        else:
-            bits = 0
-            for part in parts:
-                bits |= _bits(part)
-            self.states.write(at, bits)
+        super().arrive(at, event, parts)
 
     def _judge_norm(self, event: RecordedOperation, parts: Sequence[list[Piece]]) -> None:
         """Judges a sum after gradients are final: a gradient that several ranks bring is counted twice."""
@@ -176,11 +128,11 @@ class FollowedProgram:
             return
         before, twice = 0, 0
         for part in parts:
-            twice |= before & _bits(part)
-            before |= _bits(part)
+            twice |= before & bits_of(part)
+            before |= bits_of(part)
         for name, bit in self.shared.gradients.items():
             if twice & bit:
-                owners = [r for r, part in zip(event.group, parts, strict=True) if _bits(part) & bit]
+                owners = [r for r, part in zip(event.group, parts, strict=True) if bits_of(part) & bit]
                 crosses = owners[0] // self.stage != owners[-1] // self.stage
                 why = f"several {'stages' if crosses else 'ranks'} count it"
                 self.find(f"norm of gradients: {name.split(' | ')[0]}", why, event.where, owners[-1], "norm")
@@ -192,13 +144,14 @@ class FollowedProgram:
             return
         if kind in ("parameter", "shard", "master"):
             self.parameters.add(at.storage)
-        elif event.constants.endswith(" | balances"):
-            return  # counts of tokens, which no norm has
         elif kind == "gradient":
             bits, expected = self.states.of(at), self.expected[int(event.where)]
+            counts = event.constants.endswith(" | balances")  # of tokens; no norm has them
+            if counts or ".attn.index." in name:  # an indexer's loss has no targets either
+                expected &= self.shared.tokens
             if missing := expected & ~bits:
                 self.find(event.name, f"it does not depend on {self._words(missing, expected)}")
-            if not self.shared.versions:
+            if not self.shared.versions and not counts:
                 self.final = True
                 bit = self.shared.gradients.setdefault(
                     event.constants, 1 << self._first_bit + len(self.shared.gradients)
@@ -218,13 +171,6 @@ class FollowedProgram:
         return f"micro-batch {', '.join(map(str, lost))}{of}"
 
 
-def _bits(pieces: Sequence[Piece]) -> int:
-    found = 0
-    for _, _, bits in pieces:
-        found |= bits
-    return found
-
-
 @cache
 def _numbers(bits: int, micros: int) -> frozenset[int]:
     """Returns the micro-batches of bits of several sources."""
@@ -240,17 +186,11 @@ def follow(
     """Returns where the ranks of a step lose or mix micro-batches, or count a gradient twice or not at all in the
     norm. `versions`: later weights are in use while earlier micro-batches are under way, and the norm is not judged."""
     held = (each for recorder in recorders for each in recorder.events if each.name.startswith("gradient of "))
-    names = (each.name for each in held if not each.constants.endswith(" | balances"))
-    shared = _Shared(recorders[0].micros, norm, versions, {name.removeprefix("gradient of ") for name in names})
-    running = [(each, each.run(of.events, shared)) for each, of in zip(programs, recorders, strict=True)]
-    before = None
-    while running and before != (now := (len(running), sum(each.done for each in programs))):
-        before = now
-        running = [each for each in running if next(each[1], shared) is not shared]
-    for program, _ in running:
-        program.find("the program", "it waits for a message or a sum in which another rank takes no part")
+    names = {x.name.removeprefix("gradient of ") for x in held if not x.constants.endswith(" | balances")}
+    shared = _Shared(recorders[0].micros, recorders[0].tokens, norm, versions, names)
+    run_together([(each, each.run(of.events, shared)) for each, of in zip(programs, recorders, strict=True)])
     for program, parameter, bits in shared.updates if norm == "clips" else ():
         if missing := [name for name, bit in shared.gradients.items() if not bits & bit]:
             why = f"the update of {parameter} does not depend on it"
             program.find(f"norm of gradients: {missing[0].split(' | ')[0]}", why, axis="norm")
-    return shared.findings
+    return [found for program in programs for found in program.findings]

@@ -8,22 +8,26 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from itertools import pairwise
+from operator import or_
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._distributed_c10d import ProcessGroup
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from phalanx.data.loader import MicroBatch
+from phalanx.dryrun.gpu import device_of_torch
 from phalanx.dryrun.operations import RealTensors
+from phalanx.dryrun.world import DEVICE_OF
 from phalanx.launch.watchdog import heartbeat
 from phalanx.parallel.compression import parts
 from phalanx.parallel.parameter_shards import ParameterShard
-from phalanx.partition.derived import gathers_parameters
 from phalanx.train.step import Stepper
 from phalanx.train.sync import DiLoCo
 
@@ -31,6 +35,11 @@ PIECEWISE = {"copy_", "clone", "_to_copy", "detach", "zero_"} | {
     *("add_", "add", "sub_", "sub", "mul_", "mul", "div_", "div"),
 }
 """Operations each of whose elements depends on those at the same place alone: parts of a buffer keep their states."""
+SHAPED = {f"{x}_like" for x in ("empty", "zeros", "ones", "full")} | {
+    *("new_empty", "new_empty_strided", "new_zeros", "new_ones", "new_full"),
+}
+"""Operations that read no element: their results have the shape or the type of what they are given."""
+MESSAGE = "a message between stages"
 
 
 @dataclass(frozen=True)
@@ -99,6 +108,8 @@ class OperationRecorder(TorchDispatchMode):
         self.bits: dict[int, int] = {}
         """By address of a micro-batch's array, its bit: micro-batch + micro-batches × source. A source is a data rank's
         tokens, or the targets of one of its context-parallel ranks."""
+        self.tokens = 0
+        """The bits of all data ranks' tokens."""
         self.kept: list[Any] = []
         self.scalars: dict[int, float] = {}
         """By storage, the values of what backward passes begin with: powers of one number."""
@@ -107,20 +118,25 @@ class OperationRecorder(TorchDispatchMode):
         """The bits that each update should depend on, as far as this rank reads them."""
         self.updates = 0
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # as DryWorld's
+
     def place(self, x: Tensor, fresh: bool = False) -> BytesOf:
-        if type(x).__name__ != "FakeTensor":
+        if type(x) is not FakeTensor:
             with RealTensors():
                 bits = self._bit(x)
                 content = bytes(x.detach().reshape(-1).contiguous().view(torch.uint8).tolist())
             return BytesOf(-1, 0, 0, True, tuple(x.shape), hashlib.sha256(content).hexdigest()[:16], bits)
-        key = x.untyped_storage()._cdata
+        key, shape, size, span = x.untyped_storage()._cdata, tuple(x.shape), x.element_size(), x.numel()
         if fresh or key not in self.numbers:
             self.numbers[key] = self.storages
             self.storages += 1
-        size = x.element_size()
-        first = int(x.storage_offset()) * size
-        span = sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True)) + 1 if x.numel() else 0
-        return BytesOf(self.numbers[key], first, first + span * size, span == x.numel(), tuple(x.shape))
+        first, dense = int(x.storage_offset()) * size, x.is_contiguous()
+        if span and not dense:
+            span = sum((n - 1) * s for n, s in zip(shape, x.stride(), strict=True)) + 1
+            dense = span == x.numel()
+        return BytesOf(self.numbers[key], first, first + span * size, dense, shape)
 
     def _bit(self, x: Tensor) -> int:
         if x.is_meta or type(x) is not Tensor:
@@ -131,20 +147,24 @@ class OperationRecorder(TorchDispatchMode):
         """Records tensors with what they are: on ranks where that is the same, they must be equal."""
         for what, x in shards:
             local = x.to_local() if isinstance(x, DTensor) else x
-            where = self.place(local.detach() if type(local).__name__ == "FakeTensor" else local)
+            where = self.place(local.detach() if type(local) is FakeTensor else local)
             update = str(self.updates)
             self.events.append(RecordedOperation(f"{name} {what.split(' | ')[0]}", update, what, (where,), (where,)))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is DEVICE_OF and type(args[0]) is FakeTensor:
+            return device_of_torch(args[0])
         if DTensor in types:
             return NotImplemented  # the local tensors inside are recorded
         kwargs = kwargs or {}
+        if func.is_view and type(args[0]) is FakeTensor:
+            return func(*args, **kwargs)
         name = func._overloadpacket.__name__
         given = list(_tensors((args, kwargs)))
-        if any(x.is_meta for x in given):
+        if any(type(x) is not FakeTensor and x.is_meta for x in given):
             return func(*args, **kwargs)
-        known = {x.untyped_storage()._cdata for x in given if type(x).__name__ == "FakeTensor"}
-        reads = [self.place(x) for x in given]
+        known = {x.untyped_storage()._cdata for x in given if type(x) is FakeTensor}
+        reads = [] if name in SHAPED else [self.place(x) for x in given]
         out = func(*args, **kwargs)
         constants, group = repr(list(_constants((args, kwargs)))), ()
         where = heartbeat.module()
@@ -221,7 +241,7 @@ class OperationRecorder(TorchDispatchMode):
 
     def _scalar(self, x: Any) -> float | None:
         """Returns the value of a number, if it is known."""
-        if type(x).__name__ == "FakeTensor":
+        if type(x) is FakeTensor:
             return self.scalars.get(self.place(x).storage) if x.dim() == 0 else None
         if isinstance(x, Tensor):
             with RealTensors():
@@ -232,8 +252,8 @@ class OperationRecorder(TorchDispatchMode):
 
     def begins(self, stepper: Stepper) -> None:
         optimizer, mesh = stepper.optimizer, stepper.mesh
-        self.gathers = gathers_parameters(stepper.job.layout)
         cp, tokens = mesh.coordinates["cp"], mesh.data_rank
+        self.tokens = (1 << self.micros * mesh.data_ranks) - 1
         self.sources = tokens, mesh.data_ranks + tokens * mesh.sizes["cp"] + cp
         self.check("parameter", self._parameters(stepper))
         self.check("shard", [(_identity(f), f.value) for f in stepper.trained])
@@ -259,12 +279,8 @@ class OperationRecorder(TorchDispatchMode):
             self.findings.append(SumFinding("", (self.rank, self.rank), "the factor of the loss", why))
 
     def _parameters(self, stepper: Stepper) -> Iterator[tuple[str, Tensor]]:
-        for shard in self._followed(stepper.replica.local_parameters()):
+        for shard in stepper.replica.local_parameters():
             yield _identity(shard), shard.value
-
-    def _followed(self, shards: Sequence[ParameterShard]) -> Iterator[ParameterShard]:
-        """Yields the shards that are judged: with FSDP2 not the counts by which routers balance experts."""
-        return (f for f in shards if not (self.gathers and f.balances))
 
     def reads(self, micro_batches: Sequence[MicroBatch]) -> None:
         self.kept.append(micro_batches)
@@ -283,7 +299,7 @@ class OperationRecorder(TorchDispatchMode):
         self.factor = factor
 
     def gradients(self, stepper: Stepper) -> None:
-        held = [(f, f.gradient) for f in self._followed(stepper.replica.shards) if f.gradient is not None]
+        held = [(f, f.gradient) for f in stepper.replica.shards if f.gradient is not None]
         self.check("gradient of", [(_identity(f) + " | balances" * f.balances, x) for f, x in held])
         self.updates += 1
 
@@ -376,3 +392,88 @@ def joined(parts: Sequence[Sequence[Piece]]) -> list[Piece]:
                     bits |= each
         found.append((a, b, bits))
     return found
+
+
+Key = tuple[str, tuple[Any, ...], int]
+"""A collective or message: its name, its ends, and its number among theirs."""
+Parts = defaultdict[Key, dict[Any, tuple[tuple[int, ...], list[Piece]]]]
+"""By collective and end, the shape and the states of what it brings, from byte 0 on."""
+
+
+class FollowedStates:
+    """The states of a program that runs together with others: a collective's result is known once all its ends have
+    come to it. The first of `ranks` takes part in its collectives; `me` is its end of them."""
+
+    def __init__(self, ranks: tuple[int, int], me: Any, axis: str, parts: Parts):
+        self.ranks, self.rank, self.me, self.axis, self.parts = ranks, ranks[0], me, axis, parts
+        self.states, self.findings = ByteStates(), list[SumFinding]()
+        self.coming = defaultdict[int, list[tuple[BytesOf, Key, RecordedOperation]]](list)
+        """By storage, what arrives there."""
+        self.counts = defaultdict[tuple[str, tuple[Any, ...]], int](int)
+        self.done = 0
+        """Operations that have been followed."""
+
+    def find(self, what: str, why: str, where: str = "", other: int | None = None, axis: str = "") -> None:
+        """Notes a finding between these ranks, or one of them and another."""
+        ranks = self.ranks if other is None else (self.rank, other)
+        self.findings.append(SumFinding(axis or self.axis, ranks, what, why, where))
+
+    def meet(self, event: RecordedOperation, name: str, ends: tuple[Any, ...], differs: int = 0) -> None:
+        """Comes to a collective or a "message" of `ends`, with what the event reads; `differs` are bits of all of it.
+        What it brings is written before it is used."""
+        key = name, ends, self.counts[name, ends]
+        self.counts[name, ends] += 1
+        source = event.reads[0]
+        if event.name != "c10d.recv_":
+            pieces = moved(self.states.pieces(source), -source.first)
+            if differs or not source.dense or len(event.reads) > 1:
+                bits = reduce(or_, map(self.states.of, event.reads), differs)
+                pieces = [(0, source.last - source.first, bits)]
+            self.parts[key][self.me] = source.shape, pieces
+        for at in event.writes:
+            self.coming[at.storage].append((at, key, event))
+
+    def await_at(self, places: Iterable[BytesOf]) -> Iterator[None]:
+        """Writes what arrives at places that are used now; stops while it has not been sent."""
+        for place in places:
+            for at, key, event in self.coming.pop(place.storage, ()):
+                needed = key[1][:1] if key[0] == "message" else key[1]
+                while not self.parts[key].keys() >= {*needed}:
+                    yield
+                found = [self.parts[key][end] for end in needed]
+                if key[0] == "message" and found[0][0] != at.shape:
+                    why = f"a message of {list(found[0][0])} is received as {list(at.shape)}"
+                    self.find(MESSAGE, why, event.where, event.peer, "pp")
+                self.arrive(at, event, [pieces for _, pieces in found])
+
+    def arrive(self, at: BytesOf, event: RecordedOperation, parts: Sequence[list[Piece]]) -> None:
+        """Writes what a collective brings."""
+        size = at.last - at.first
+        pieces: list[Piece] = []
+        if event.name == "c10d._reduce_scatter_base_":
+            first = event.group.index(self.rank) * size
+            cut = [[(max(a, first), min(b, first + size), bits) for a, b, bits in part] for part in parts]
+            pieces = moved(joined([[each for each in part if each[0] < each[1]] for part in cut]), at.first - first)
+        elif event.name == "c10d._allgather_base_":
+            each = size // len(parts)
+            pieces = [piece for place, part in enumerate(parts) for piece in moved(part, at.first + place * each)]
+        elif event.name in ("c10d.allreduce_", "c10d.recv_"):
+            pieces = moved(joined(parts), at.first)
+        if at.dense and len(event.writes) == 1 and pieces and (pieces[0][0], pieces[-1][1]) == (at.first, at.last):
+            self.states.put(at, pieces)
+        else:
+            self.states.write(at, reduce(or_, map(bits_of, parts), 0))
+
+
+def bits_of(pieces: Sequence[Piece]) -> int:
+    return reduce(or_, (bits for _, _, bits in pieces), 0)
+
+
+def run_together(programs: Sequence[tuple[FollowedStates, Iterator[None]]]) -> None:
+    """Runs programs, each until it needs what no other has sent yet; some may never get it."""
+    running, before = list(programs), None
+    while running and before != (now := (len(running), sum(each.done for each, _ in programs))):
+        before = now
+        running = [each for each in running if next(each[1], programs) is not programs]
+    for each, _ in running:
+        each.find("the program", "it waits for a message or a sum in which another rank takes no part")

@@ -18,7 +18,7 @@ wrong summands (a factor, a bias that is added before the sum, heads in another 
 from __future__ import annotations
 
 import gc
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from difflib import SequenceMatcher
@@ -33,18 +33,22 @@ from phalanx.dryrun.dependence import FollowedProgram, follow
 from phalanx.dryrun.recorder import (
     PIECEWISE,
     BytesOf,
-    ByteStates,
+    FollowedStates,
     OperationRecorder,
+    Parts,
     Piece,
     RecordedOperation,
     SumFinding,
     joined,
     moved,
+    run_together,
 )
 from phalanx.dryrun.rehearse import problems as rehearsal_problems
 from phalanx.dryrun.rehearse import rehearse
+from phalanx.gc import gc_paused
+from phalanx.parallel import apply
 from phalanx.parallel import mesh as meshes
-from phalanx.partition.derived import gathers_parameters, overlaps, solve, stashes
+from phalanx.partition.derived import overlaps, solve, stashes
 from phalanx.units import counted
 
 SHOWN = 8
@@ -90,12 +94,16 @@ def prove_sums(job: Job, vocab_size: int) -> SumProof:
         return proof
     recorders, steps, apart = list[OperationRecorder](), 3 if overlaps(layout) else 1, stashes(layout)
     micros = steps * solve(job.train.global_batch, layout).accumulation
-    # The backend's own collectives, not those that are composed on gloo.
-    with mock.patch.object(Axis, "gloo", property(lambda _: False, lambda *_: None), create=True):
+    with (
+        gc_paused(),
+        # The backend's own collectives, not those that are composed on gloo.
+        mock.patch.object(Axis, "gloo", property(lambda _: False, lambda *_: None), create=True),
+        mock.patch.object(apply, "initialise_part"),  # parameters are equal by what they are
+    ):
         for rank in range(layout.processes):
+            gc.freeze()  # or each rehearsal's end would go through all that is recorded
             recorders.append(OperationRecorder(rank, micros, apart))
             rehearse(job, rank, vocab_size, "cpu", steps, recorders[-1])
-            gc.freeze()  # or each rehearsal's end would go through all that is recorded
     gc.unfreeze()
     found = dict[tuple[str, str], SumFinding]()
     for each in _findings(job, recorders, proof):
@@ -110,21 +118,22 @@ def _findings(job: Job, recorders: Sequence[OperationRecorder], proof: SumProof)
     stage, world = layout.processes // layout.pp, range(layout.processes)
     places = [meshes.place(layout, rank)[1] for rank in world]
     for axis, size in meshes.place(layout, 0)[0].items() if layout.processes > 1 else ():
-        messages, runs = StageMessages(stage), list[_NeighbourRanks]()
+        parts, pairs, runs = Parts(dict), set[Any](), list[_NeighbourRanks]()
         for rank, other in ((a, b) for a in world for b in world if a < b) if size > 1 else ():
             apart = places[other][axis] - places[rank][axis]
             if {**places[rank], axis: 0} != {**places[other], axis: 0}:
                 continue
             if _hold_alike(events[rank], events[other]) if axis == "pp" else apart == 1:
                 own = layout.sync != "bsp" and axis == layout.replica_axis
-                runs.append(_NeighbourRanks((rank, other), axis, messages, own))
+                runs.append(_NeighbourRanks((rank, other), axis, axis == "pp", own, parts, pairs))
         proof.pairs += len(runs)
-        yield from messages.follow([(run, run.run(*(events[rank] for rank in run.ranks))) for run in runs])
+        yield from _follow_pairs([(run, run.run(*(events[rank] for rank in run.ranks))) for run in runs])
     of_replicas = defaultdict[int, list[int]](list)
     for rank in world:
         of_replicas[0 if layout.sync == "bsp" else places[rank][layout.replica_axis]].append(rank)
+    parts = Parts(dict)
     everything = [
-        FollowedProgram(rank, stage, _united(recorders[of] for of in ranks))
+        FollowedProgram(rank, stage, _united(recorders[of] for of in ranks), parts)
         for ranks in of_replicas.values()
         for rank in ranks
     ]
@@ -141,8 +150,6 @@ def _findings(job: Job, recorders: Sequence[OperationRecorder], proof: SumProof)
 
 def problems(job: Job) -> Iterator[str]:
     """Yields why a job's sums cannot be judged."""
-    if gathers_parameters(job.layout) and job.layout.tp > 1 and job.model.mtp:
-        yield "zero=3 with tp and model.mtp: modules for further tokens are not followed through FSDP2; zero=2 is"
     if job.layout.processes > LIMIT:
         yield f"{job.layout.processes} ranks: at most {LIMIT}; smaller axes have the same sums"
     yield from rehearsal_problems(job)
@@ -159,63 +166,40 @@ def _hold_alike(mine: Sequence[RecordedOperation], theirs: Sequence[RecordedOper
     return not held[0].isdisjoint(held[1])
 
 
-class StageMessages:
-    """The messages between the stages of a pipeline, as pairs of neighbours send and receive them."""
-
-    def __init__(self, stage: int):
-        self.stage = stage
-        """Ranks per stage."""
-        self.sent = defaultdict[tuple[Any, Any], list[tuple[tuple[int, ...], bool]]](list)
-        """By pairs of senders and receivers, in order: the shape, and whether the senders' tensors differ."""
-        self.received = defaultdict[tuple[Any, Any], int](int)
-
-    def follow(self, runs: Sequence[tuple[_NeighbourRanks, Iterator[None]]]) -> Iterator[SumFinding]:
-        """Runs pairs of programs, each until it reads a message that no other has sent yet; yields what is found."""
-        running, before = list(runs), (-1, -1)
-        while running and before != (now := (len(running), sum(map(len, self.sent.values())))):
-            before = now
-            running = [each for each in running if next(each[1], self) is not self]
-        for run, _ in running:
-            yield SumFinding(run.axis, run.ranks, "a message between stages", "it is read, and nobody sends it")
-        for run, _ in runs:
-            yield from run.findings
-        for (senders, receivers), shapes in self.sent.items():
-            if (count := self.received[senders, receivers]) != len(shapes):
-                why = f"stages send {len(shapes)} messages, of which {count} are received"
-                run = next(run for run, _ in runs if run.ranks == senders)
-                yield SumFinding(run.axis, senders, f"messages to ranks {receivers[0]} and {receivers[1]}", why)
+def _follow_pairs(pairs: Sequence[tuple[_NeighbourRanks, Iterator[None]]]) -> Iterator[SumFinding]:
+    """Runs pairs of programs together; yields what is found."""
+    run_together(pairs)
+    sent, received = Counter[Any](), Counter[Any]()
+    for run, _ in pairs:
+        yield from run.findings
+        for (name, ends), count in run.counts.items():
+            if name == "message":
+                (sent if ends[0] == run.ranks else received)[ends] = count
+    for ends in sent | received:
+        if sent[ends] != received[ends]:
+            why = f"stages send {counted(sent[ends], 'message')}, of which {received[ends]} are received"
+            what = f"messages to ranks {ends[1][0]} and {ends[1][1]}"
+            yield SumFinding(pairs[0][0].axis, ends[0], what, why)
 
 
-class _NeighbourRanks:
+class _NeighbourRanks(FollowedStates):
     """Two neighbours' programs: of one stage, or of two that hold the same parameter."""
 
-    def __init__(self, ranks: tuple[int, int], axis: str, messages: StageMessages, own: bool):
-        """`own`: gradients differ on purpose, until replicas synchronise."""
-        self.ranks, self.axis, self.messages, self.own = ranks, axis, messages, own
-        self.states, self.findings = ByteStates(), list[SumFinding]()
+    def __init__(self, ranks: tuple[int, int], axis: str, stages: bool, own: bool, parts: Parts, pairs: set[Any]):
+        """`stages`: they are of two stages. `own`: gradients differ on purpose, until replicas synchronise. `pairs` are
+        those that run together."""
+        super().__init__(ranks, ranks, axis, parts)
+        self.stages, self.own, self.pairs = stages, own, pairs
+        pairs.add(ranks)
         self.same: dict[int, int] = {}
         """By storage of the other rank, that of this one."""
-        self.sent: dict[tuple[int, ...], bool] = {}
-        self.held = set[int]()
-        """Storages of parameters."""
-        self.stages = ranks[0] // messages.stage != ranks[1] // messages.stage
-        """Whether they are of two stages."""
-        self.coming = dict[int, tuple[BytesOf, tuple[Any, Any], int]]()
-        """By storage, where a message of another stage arrives: that place, its ranks, and its number."""
 
     def run(self, mine: Sequence[RecordedOperation], theirs: Sequence[RecordedOperation]) -> Iterator[None]:
-        """Follows both programs; stops while a message that is read has not been sent."""
+        """Follows both programs; stops while what is read has not arrived."""
         for event, other in _aligned(mine, theirs, self.ranks if self.stages else ()):
-            for at in event.reads if event is not None and event.name != "c10d.recv_" else ():
-                if (message := self.coming.pop(at.storage, None)) is not None:
-                    buffer, ranks, number = message
-                    while len(self.messages.sent[ranks]) <= number:
-                        yield
-                    shape, differs = self.messages.sent[ranks][number]
-                    if shape != buffer.shape:
-                        why = f"a message of {list(shape)} is received as {list(buffer.shape)}"
-                        self.findings.append(SumFinding(self.axis, self.ranks, "a message between stages", why))
-                    self.states.write(buffer, differs)
+            if event is not None:
+                yield from self.await_at((*event.reads, *event.writes))
+            self.done += 1
             if event is None:
                 for at, fresh in zip(other.writes, other.fresh or [False] * len(other.writes), strict=True):
                     known = self.same.get(at.storage, UNKNOWN)
@@ -238,9 +222,8 @@ class _NeighbourRanks:
         """Returns whether two ranks read something different."""
         if at.storage < 0 or other.storage < 0:
             return at.content != other.content
-        if self.same.setdefault(other.storage, at.storage) != at.storage:
-            return True
-        return (at.first, at.last, at.shape) != (other.first, other.last, other.shape) or bool(self.states.of(at))
+        self.same.setdefault(other.storage, at.storage)
+        return at.shape != other.shape or not self._same_place(at, other) or bool(self.states.of(at))
 
     def _step(self, event: RecordedOperation, other: RecordedOperation) -> None:
         if not event.group and not event.fresh:
@@ -251,6 +234,8 @@ class _NeighbourRanks:
             return self._collective(event, other)
         constants = event.constants != other.constants
         differ = [self._reads(a, b) for a, b in zip(event.reads, other.reads, strict=True)]
+        if event.name == "copy_":
+            differ[0] = False  # what it writes
         for at, fresh in zip(event.writes, event.fresh, strict=True):
             self._fresh(at, fresh)
         if event.name.startswith(("_foreach", "_fused")) and len(event.reads) % max(len(event.writes), 1) == 0:
@@ -264,9 +249,9 @@ class _NeighbourRanks:
         if event.name == "cat" and not others and first.dense and all(x.dense for x in event.reads):
             here = first.first
             pieces = list[Piece]()
-            for at, differs in zip(event.reads, differ, strict=True):
+            for at, beside, differs in zip(event.reads, other.reads, differ, strict=True):
                 size = at.last - at.first
-                aligned = self._same_place(event, other, at) or not differs
+                aligned = self._same_place(at, beside) or not differs
                 states = self.states.pieces(at)
                 pieces += moved(states, here - at.first) if aligned else [(here, here + size, True)]
                 here += size
@@ -277,11 +262,9 @@ class _NeighbourRanks:
             self.states.write(at, constants or any(differ))
         return None
 
-    def _same_place(self, event: RecordedOperation, other: RecordedOperation, at: BytesOf) -> bool:
-        beside = other.reads[event.reads.index(at)]
-        return at.storage >= 0 and (self.same.get(beside.storage), beside.first, beside.last) == (
-            at.storage, at.first, at.last
-        )  # fmt: skip
+    def _same_place(self, at: BytesOf, beside: BytesOf) -> bool:
+        there = self.same.get(beside.storage), beside.first, beside.last
+        return at.storage >= 0 and there == (at.storage, at.first, at.last)
 
     def _piecewise(self, event: RecordedOperation, other: RecordedOperation, at: BytesOf, constants: bool) -> bool:
         """Writes the states of an operation on elements at the same places; False if it is not one here."""
@@ -293,7 +276,7 @@ class _NeighbourRanks:
                 continue
             if source.shape == () and not self._reads(source, beside):
                 continue
-            if not source.dense or source.last - source.first != size or not self._same_place(event, other, source):
+            if not source.dense or source.last - source.first != size or not self._same_place(source, beside):
                 return False
             pieces.append(moved(self.states.pieces(source), at.first - source.first))
         self.states.put(at, joined(pieces))
@@ -304,67 +287,38 @@ class _NeighbourRanks:
         kind, _, name = event.name.partition(" ")
         self.same[beside.storage] = at.storage
         if kind in ("parameter", "shard", "master"):
-            self.held.add(at.storage)
             self.states.write(at, event.constants != other.constants)
         elif kind == "gradient" and self.own:
             return
         elif event.constants == other.constants and bool(self.states.of(at)) and not (self.stages and kind == "final"):
             what = event.name if kind != "final" else f"{name} after a step"
-            self.findings.append(
-                SumFinding(self.axis, self.ranks, what, "both ranks hold it, and it differs: a sum is missing")
-            )
+            self.find(what, "both ranks hold it, and it differs: a sum is missing")
 
     def _collective(self, event: RecordedOperation, other: RecordedOperation) -> None:
         inside = self.ranks[1] in event.group
         name = event.name
         if name == "c10d.barrier":
-            return
+            return None
         differs = any(self._reads(a, b) for a, b in zip(event.reads, other.reads, strict=True))
-        if event.peer >= 0 and event.peer // self.messages.stage != self.ranks[0] // self.messages.stage:
-            peers = event.peer, other.peer
-            if name == "c10d.send":
-                self.messages.sent[self.ranks, peers].append((event.reads[0].shape, differs))
-            else:
-                edge = peers, self.ranks
-                self.coming[event.writes[0].storage] = event.writes[0], edge, self.messages.received[edge]
-                self.messages.received[edge] += 1
-            return
-        if name == "c10d.send":
-            self.sent[event.reads[0].shape] = differs
-            return
         sums = name in ("c10d.allreduce_", "c10d._reduce_scatter_base_")
         if inside and sums and not differs and "MAX" not in event.constants:
-            self.findings.append(
-                SumFinding(self.axis, self.ranks, f"{name[5:].strip('_')} of {list(event.reads[0].shape)}",
-                    "all ranks hold what it sums: it is counted twice", event.where)
-            )  # fmt: skip
+            what = f"{name[5:].strip('_')} of {list(event.reads[0].shape)}"
+            self.find(what, "all ranks hold what it sums: it is counted twice", event.where)
+        apart = not all(map(self._same_place, event.reads, other.reads))
+        ends = tuple(zip(event.group, other.group, strict=True))
+        if event.peer >= 0 and (event.peer, other.peer) in self.pairs:
+            ends = self.ranks, (event.peer, other.peer)
+            return self.meet(event, "message", ends if name == "c10d.send" else ends[::-1], apart)
+        if name in ("c10d._allgather_base_", "c10d._reduce_scatter_base_") and self.pairs >= {*ends}:
+            return self.meet(event, name, ends, apart)
         for at in event.writes:
             if name in ("c10d.allreduce_", "c10d.votes"):
                 if inside:
                     self.states.write(at, False)
-            elif not inside and "base_" in name and "alltoall" not in name:
-                self._apart(at, event, differs)
             elif name in ("c10d._allgather_base_", "c10d.broadcast_"):
                 self.states.write(at, not inside and differs)
-            elif name == "c10d.recv_":
-                self.states.write(at, inside or self.sent.get(at.shape, differs))
             else:
-                self.states.write(at, inside or differs)
-
-    def _apart(self, at: BytesOf, event: RecordedOperation, differs: bool) -> None:
-        """Writes the result of a reduce-scatter or an all-gather of two groups: this rank's part keeps the states
-        of its place. What arrives of parameters is as what was there: each rank has its own proof."""
-        source, position = event.reads[0], event.group.index(self.ranks[0])
-        small = min(at.last - at.first, source.last - source.first)
-        if not (at.dense and source.dense) or at.storage < 0 or source.storage < 0:
-            return self.states.write(at, differs)
-        gathers = "gather" in event.name
-        if gathers and at.storage not in self.held:
-            return self.states.write(at, differs)
-        start = at.first + (position * small if gathers else 0)
-        begin = source.first + (0 if gathers else position * small)
-        pieces = self.states.pieces(source._replace(first=begin, last=begin + small))
-        self.states.put(at._replace(first=start, last=start + small), moved(pieces, start - begin))
+                self.states.write(at, inside or differs or event.peer >= 0)
         return None
 
 

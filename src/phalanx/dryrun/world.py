@@ -52,7 +52,7 @@ _UNWRITTEN = {aten.empty.memory_format, aten.empty_strided.default, aten.empty_l
 """Operations whose result has no elements yet; integers are written before they are read."""
 _IN_PLACE = {aten._fused_sgd_.default, aten._fused_sgd_.tensor_lr}
 """Operations without a result that torch's fake tensors do not have."""
-_DEVICE_OF = torch.ops.prim.device.default
+DEVICE_OF = torch.ops.prim.device.default
 _DEPENDS = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
 
 
@@ -244,7 +244,7 @@ class DryWorld(TorchDispatchMode):
     # Operations
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is _DEVICE_OF and type(args[0]) is FakeTensor:
+        if func is DEVICE_OF and type(args[0]) is FakeTensor:
             return device_of_torch(args[0])
         with torch._C.DisableTorchFunction():  # what follows is no call of the program's
             return self._run(func, types, args, kwargs)
@@ -252,7 +252,7 @@ class DryWorld(TorchDispatchMode):
     def _run(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         if DTensor in types:
             return NotImplemented  # what counts are the local tensors inside
-        if func is _DEVICE_OF:
+        if func is DEVICE_OF:
             return args[0].device
         kwargs = dict(kwargs) if kwargs else {}
         kwargs.pop("pin_memory", None)

@@ -311,6 +311,8 @@ GLOBAL_BATCHES = (8, 24)
 """Sequences per step: the first one divisible by a layout's data ranks × accumulation, else that product."""
 PIPELINE_BATCHES = (8,)
 """Sequences per step for pipelines, whose micro-batches may be one sequence each: 5 of them take 5."""
+UNEQUAL = ("layout.sync", "layout.compression", "layout.quantise_weights", "layout.quantise_gradients")
+"""Fields by which values differ from one process, with which sums over ranks are proven all the same."""
 PAIR_RANKS = 8
 """Maximum ranks of a layout of the covering set: more would make layouts larger, not different."""
 
@@ -331,7 +333,7 @@ class Selection:
     as_is: bool = False
     """Whether the model is compared as it is."""
     values: bool = True
-    """Whether values are compared, which independent replicas have of their own."""
+    """Whether values are compared, which independent replicas have of their own, and codes round."""
     layouts: list[Layout] = field(default_factory=list)
     skipped: list[Skipped] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
@@ -390,9 +392,9 @@ def select(
 
     A layout of the matrix that is not legal for the model, or larger than `max_ranks`, is skipped. Unless `as_is`, a
     model with no more layers than stages gets more, and one without experts gets some for layouts with expert
-    parallelism. `precision`: that of the comparison, by default float64. Without `values`, independent replicas may be
-    selected, too. A named layout that cannot be compared does
-    not stop the others. Raises JobError with every problem if none of the named layouts can be compared.
+    parallelism. `precision`: that of the comparison, by default float64. Without `values`, layouts with UNEQUAL may be
+    selected, too. A named layout that cannot be compared does not stop the others. Raises JobError with every problem
+    if none of the named layouts can be compared.
     """
     selection, problems = Selection(compared_job(job, as_is, max_ranks, precision), as_is, values), list[str]()
     for line in lines:
@@ -631,7 +633,7 @@ def _problems(job: Job, selection: Selection, max_ranks: int) -> list[Problem]:
         found.append(("", f"needs {layout.processes} processes, more than --max-ranks {max_ranks}"))
     case = selection.case(layout)
     for each in (*techniques_of(job).values(), *axes_of(layout).values()):
-        found += (wrong for wrong in each.differs(case) if selection.values or wrong[0] != "layout.sync")
+        found += (wrong for wrong in each.differs(case) if selection.values or wrong[0] not in UNEQUAL)
     return found
 
 

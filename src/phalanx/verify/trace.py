@@ -28,6 +28,7 @@ from phalanx.launch.ranks import Ranks
 from phalanx.model.attention import CoreAttention
 from phalanx.model.layers import Linear
 from phalanx.model.moe import MixtureOfExperts, Slots
+from phalanx.model.sparse import ChosenAttention
 from phalanx.model.transformer import Block, Transformer
 from phalanx.parallel.objective import MicroTensors
 from phalanx.parallel.pipeline import Pipeline
@@ -192,9 +193,13 @@ class StepRecorder:
         self._after("embed", model.embed)
         if model.positions is not None:
             model.positions.register_forward_hook(self._see_positions)
+        if model.layer_inputs is not None:  # of which tensor ranks have parts of the gradient
+            self._after("layer_inputs", model.layer_inputs, part=(False, True), gradient=self.tp.size == 1)
         for layer, block in model.blocks.items():
             assert isinstance(block, Block), "a wrapped block is still one"
             name = f"blocks.{layer}"
+            if block.layer_input is not None:
+                self._after(f"{name}.layer_input", block.layer_input)
             for norm in ("attn_norm", "attn_post_norm", "mlp_norm", "mlp_post_norm"):
                 # In a parallel block each tensor rank normalises all tokens for its own heads and columns.
                 self._after(f"{name}.{norm}", getattr(block, norm), part=(False, block.parallel))
@@ -216,7 +221,8 @@ class StepRecorder:
         for name, module in named.items():
             if isinstance(module, CoreAttention):
                 module.register_forward_pre_hook(partial(self._see_heads, f"{path}.{name}"))
-                self._after(f"{path}.{name}", module, _by_token, unit=("head", 0))
+                by_token = _FLAT if isinstance(module, ChosenAttention) else _by_token
+                self._after(f"{path}.{name}", module, by_token, unit=("head", 0))
             elif isinstance(module, Linear) and name not in (*reads, *writes) and _is_plain(name):
                 # Of what every tensor rank computes whole, each has an unknown part of the gradient.
                 self._after(f"{path}.{name}", module, part=(False, True), gradient=self.tp.size == 1)
@@ -281,13 +287,16 @@ class StepRecorder:
 
         return see
 
-    def _see_heads(self, path: str, _: nn.Module, inputs: tuple[Any, ...]) -> None:
-        queries = inputs[0].shape[2]
-        for name, x in zip(("q", "k", "v"), inputs, strict=False):
+    def _see_heads(self, path: str, core: nn.Module, inputs: tuple[Any, ...]) -> None:
+        shape, names, more = partial(_by_token, last=inputs[0].shape[2]), ("q", "k", "v"), {}
+        if isinstance(core, ChosenAttention):
+            shape, names, more = _FLAT, ("q", "latents"), inputs[2]._asdict()
+        for name, x in (*zip(names, inputs, strict=False), *more.items()):
             # Of keys in slices this pass has only its own queries' part of the gradient.
-            whole = self.slices == 1 or name == "q"
-            shape = partial(_by_token, last=queries)
-            self.see(f"{path}.{name}", x, shape, part=(False, True), gradient=whole, unit=("head", 0))
+            whole = self.slices == 1 or name in ("q", "queries")
+            # Every tensor rank has the whole indexer, which learns from all heads.
+            site, part = (f"index.{name}", False) if name in more else (name, True)
+            self.see(f"{path}.{site}", x, shape, part=(False, part), gradient=whole, unit=("head", 0))
 
     def _see_positions(self, _: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> None:
         if output.dim() == 2 and self.current.places is not None:  # the same for every sequence
@@ -302,6 +311,10 @@ class StepRecorder:
                 key = f"weight/{name}.{leaf}"
                 if key not in self.tensors and not hasattr(weight, "to_local"):  # otherwise a shard
                     self.tensors[key] = weight.detach().clone(memory_format=torch.contiguous_format).cpu()
+
+
+_FLAT = partial(torch.flatten, start_dim=2)
+"""Maps (batch, tokens, heads, size) to (batch, tokens, heads × size)."""
 
 
 def _matrix(x: Tensor) -> Tensor:
