@@ -10,7 +10,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import torch
@@ -120,7 +119,6 @@ class Feed:
         readers: DataReaders,
     ):
         self.job, self.data, self.ramp, self.mesh, self.meter = job, data, ramp, mesh, meter
-        self.batch = ramp.phases[-1].batch
         self.first_step, self.first_sample = first_step, first_sample
         self.steps_read, self.readers = first_step, readers
         self.streams: dict[int, Batches] = {}
@@ -211,19 +209,16 @@ class Feed:
 
         With R replicas, chunk c is the (c mod R)-th of the R equal parts of step c // R, counted from 0. Nothing is
         read ahead, since a chunk goes to whichever replica asks first."""
-        ranks = self.mesh.axis("shard")
-        first, samples = self._share(chunk)
-        with (
-            heartbeat.within(Phase.DATA),
-            self._open(first, samples, ranks.rank, ranks.size, prefetch=0) as batches,
-        ):
+        (step, replica), ranks = divmod(chunk, self.job.layout.independent_replicas), self.mesh.axis("shard")
+        with heartbeat.within(Phase.DATA), self._open(step, replica * ranks.size + ranks.rank, prefetch=0) as batches:
             return next(batches)
 
     def _share(self, chunk: int) -> tuple[int, int]:
         """Returns the first sample of a chunk, and the number of its samples."""
-        replicas = self.job.layout.independent_replicas
-        samples = self.batch.global_batch // replicas
-        return self.first_sample + (chunk - self.first_step * replicas) * samples, samples
+        step, replica = divmod(chunk, replicas := self.job.layout.independent_replicas)
+        whole = self.samples(step)
+        samples = len(whole) // replicas
+        return whole.start + replica * samples, samples
 
     def _tokens_of(self, step: int) -> int:
         """Returns the positions of the global batch of `step`, counted from 1, that are no padding."""
@@ -237,28 +232,24 @@ class Feed:
         """Returns the streams of steps that this rank reads, opened at the first call; none on a follower."""
         if not self.streams and self.readers.is_reader:
             self.streams = {
-                data: self._open(
-                    *(self.first_sample, self.batch.global_batch, data, self.mesh.data_ranks),
-                    prefetch=self.job.data.prefetch,
-                    replicas=self.job.layout.independent_replicas,
-                    ramp=self.ramp,
-                )
+                data: self._open(self.first_step, data, prefetch=self.job.data.prefetch)
                 for data in sorted({self.mesh.data_rank, *self.readers.followers})
             }
         return self.streams
 
-    def _open(self, first: int, samples: int, rank: int, ranks: int, *, prefetch: int, **more: Any) -> Batches:
-        """Opens the `rank`-th of `ranks` equal parts of `samples` samples per step, from sample `first` on; `more` are
-        arguments of `Batches`."""
+    def _open(self, step: int, data_rank: int, *, prefetch: int) -> Batches:
+        """Opens the steps of a data rank, from `step` on."""
+        whole = self.ramp.phases[-1].batch
         return Batches(
             self.data,
-            global_batch=samples,
-            micro_batch=self.batch.micro_batch,
-            rank=rank,
-            ranks=ranks,
+            global_batch=whole.global_batch,
+            micro_batch=whole.micro_batch,
+            rank=data_rank,
+            ranks=self.mesh.data_ranks,
             seed=self.job.train.seed,
-            first_sample=first,
+            first_sample=self.samples(step).start,
             prefetch=prefetch,
-            first_step=self.first_step,
-            **more,
+            replicas=self.job.layout.independent_replicas,
+            ramp=self.ramp,
+            first_step=step,
         )
