@@ -25,6 +25,7 @@ from phalanx.launch.watchdog.heartbeat import Phase
 from phalanx.parallel.mesh import Mesh, data_rank, place
 from phalanx.partition.ramp import Ramp
 from phalanx.train.metrics import Meter
+from phalanx.units import counted
 
 _POLL_S = 0.2
 _PATIENCE_S = 3.0  # for data that come after a request to stop: dropping a step is for storage that hangs
@@ -97,6 +98,41 @@ class DataReaders:
         message = torch.empty_like(packed(like))
         self.axis.receive(message, 0)
         return unpacked(message, like)
+
+
+_TRIED_STEPS = 2
+_LEAST_GAIN = 2.0  # messages delay a step; what each rank reads ahead for itself does not
+
+
+def readers_of(
+    job: Job, data: ShardData, ramp: Ramp, mesh: Mesh, device: torch.device, *, first_step: int, first_sample: int
+) -> tuple[DataReaders, str]:
+    """Returns the job's readers, and for `data.readers=auto` what was measured, in words: all ranks read later steps of
+    the run at the same time, and the slowest counts, so that all choose the same. A collective."""
+    layout = job.layout
+    if job.data.readers != "auto":
+        return DataReaders(job.data.readers, layout, mesh), ""
+    if layout.world == layout.data_ranks:
+        return DataReaders(0, layout, mesh), "every rank reads its own samples: no two need the same"
+    fewest = min(job.cluster.nodes, layout.data_ranks)
+    choices = {n: DataReaders(n, layout, mesh) for n in dict.fromkeys((0, layout.data_ranks, fewest, 1))}
+    took, unhurried = dict[int, float](), replace(job, data=replace(job.data, prefetch=0))
+    for number, readers in choices.items():
+        step = first_step + (1 + len(took)) * (1 + _TRIED_STEPS)
+        sample = first_sample + ramp.samples(step) - ramp.samples(first_step)
+        meter, slowest = Meter(0, 0.0, 0.0, 1), torch.zeros(1, device=device)
+        with Feed(unhurried, data, ramp, mesh, meter, first_step=step, first_sample=sample, readers=readers) as feed:
+            feed.take()  # opens files and connections
+            mesh.axis("world").all_reduce(slowest).wait()
+            meter.waited = 0.0
+            for _ in range(_TRIED_STEPS):
+                feed.take()
+        mesh.axis("world").all_reduce(slowest.fill_(meter.waited), torch.distributed.ReduceOp.MAX).wait()
+        took[number] = slowest.item() / _TRIED_STEPS
+    best = min(took, key=lambda number: took[number] * (1 if number else 1 / _LEAST_GAIN))
+    names = {number: counted(number, "reader") if number else "every rank" for number in took}
+    shown = ", ".join(f"{names[number]} {1e3 * each:.2f}" for number, each in took.items())
+    return choices[best], f"{names[best]}; reading and sending took, in ms per step: {shown}"
 
 
 class Feed:
