@@ -26,6 +26,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
+import torch
 import torch.distributed as dist
 
 from benchmarks.report import machine, save
@@ -37,8 +38,8 @@ from phalanx.data.prepare import prepare
 from phalanx.launch.pool import Pool
 from phalanx.launch.ranks import Ranks
 from phalanx.parallel import mesh as meshes
-from phalanx.partition.derived import solve
-from phalanx.train.feed import DataReaders, Feed
+from phalanx.partition.ramp import ramp_of
+from phalanx.train.feed import Feed, readers_of
 from phalanx.train.metrics import Meter
 
 WORLD = 4
@@ -75,9 +76,10 @@ def turn(ranks: Ranks, job: Job, copies: Path, steps: int, procs: Path | None) -
                 file.read()
     [folder] = (copies / str(ranks.rank)).iterdir()
     data = open_split(folder, "train", job.model.seq_len, job.data)
-    readers = DataReaders(job.data.readers, job.layout, mesh)
-    batch, meter = solve(job.train.global_batch, job.layout), cast(Meter, SimpleNamespace(waited=0.0))
-    with Feed(job, data, batch, mesh, meter, first_step=0, first_sample=0, readers=readers) as feed:
+    ramp, meter = ramp_of(job), cast(Meter, SimpleNamespace(waited=0.0))
+    run = {"first_step": 0, "first_sample": 0}
+    readers, _ = readers_of(job, data, ramp, mesh, torch.device("cpu"), **run)
+    with Feed(job, data, ramp, mesh, meter, **run, readers=readers) as feed:
         dist.barrier()
         began = time.perf_counter()
         for _ in range(steps):

@@ -1,7 +1,7 @@
 # Choosing a layout: seconds. Lecture: rules of thumb, roofline, automatic search, published layouts.
 # What each way to cut a model waits for, sends and holds.
 phalanx predict model=llama3-8b cluster=dgx-h100 precision=bf16 train.global_batch=64 recompute=full micro_batch=1 \
-    layout=dp_replicate=8 --sweep "layout=dp_replicate=8;dp_shard=8,zero=1;dp_shard=8,zero=3;tp=8,sp=true;pp=8;cp=8"
+    --sweep "layout=dp_replicate=8;dp_shard=8,zero=1;dp_shard=8,zero=3;tp=8,sp=true;pp=8;cp=8"
 phalanx plan model=llama3-8b cluster=dgx-h100:1 train.global_batch=64 train.precision=bf16 --html plan.html
 # Slow links: the plan changes.
 phalanx plan model=llama3-8b cluster=a100-pcie:2 train.global_batch=64 train.precision=bf16

@@ -75,6 +75,26 @@ def test_names_that_are_not_understood_are_refused_unless_they_are_ignored(tmp_p
     assert "read as if absent" in capsys.readouterr().out
 
 
+def test_all_faults_of_a_script_are_listed_at_once(tmp_path, capsys):
+    """Values of a wrong type, unknown names, what is missing, and what does not fit together."""
+    text = SCRIPT.replace("--micro-batch-size 1", "--micro-batch-size few").replace("--lr 1e-4", "--lr high")
+    text = text.replace("model-parallel-size 8", "model-parallel-size 3").replace("--vocab-size 50257", "--odd-name 1")
+    path = tmp_path / "train.sh"
+    path.write_text(text)
+    assert main(["predict", "--from", str(path), "hidden=7"]) == 2
+    error = capsys.readouterr().err
+    for message in (
+        "unknown key hidden",
+        "train.sh:2 --lr: expected a number, found 'high'",
+        "--odd-name 1: not understood",
+        "is missing: set model.vocab_size",
+        "does not say which machine it runs on",
+        "train.sh:2 --micro-batch-size: layout.micro_batch: expected a whole number, found 'few'",
+        "train.sh:4 --tensor-model-parallel-size: layout.tp: n_heads 16 / tp 3 and MLP",
+    ):
+        assert error.count(message) == 1, f"{message}: {error}"
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [

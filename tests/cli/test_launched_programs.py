@@ -10,11 +10,15 @@ import sys
 import time
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 import yaml
 
 from phalanx.cli.main import main
+from phalanx.cli.program import directory_of
+from phalanx.cli.verb import Words
 from phalanx.errors import RunError
 from phalanx.launch.ship import MARK, interpreter, rounds
 
@@ -106,6 +110,21 @@ def test_a_run_is_ended_by_its_name(folder):
         assert running.wait() == 128 + 15
     assert "nothing runs there" in launched(folder, "--kill", "runs/program").stderr
     assert "no run's directory" in launched(folder, "--kill", "runs/other").stderr
+
+
+@pytest.mark.parametrize(
+    ("program", "name"),
+    [
+        ("python -m my.module --lr 1", "my.module"),
+        ("/usr/bin/python3.11 -u a/train.py b.py", "train"),
+        ("python -c print(1)", "python"),
+        ("./a.out b", "a"),
+        ("phalanx test-dist", "phalanx"),
+    ],
+)
+def test_a_run_is_named_after_its_program(program, name):
+    words = SimpleNamespace(options={"name": "", "dir": "runs"})
+    assert directory_of(cast(Words, words), program.split()).name == name
 
 
 def test_mistakes_are_answered(folder, capsys, monkeypatch):

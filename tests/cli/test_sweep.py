@@ -59,6 +59,18 @@ def test_a_swept_layout_takes_the_place_of_the_jobs_in_any_form(given, capsys):
     assert [point["layout"] for point in found] == ["dp_replicate=2,tp=4,micro_batch=1", "dp_shard=8,micro_batch=1"]
 
 
+def test_a_job_may_be_legal_with_the_swept_values_alone(capsys):
+    words = ["predict", "model=gpt2", "cluster=dgx-a100", "precision=bf16", "global_batch=64", "--sweep"]
+    assert main([*words, "layout=tp=7;dp_replicate=8;dp_shard=8,zero=3"]) == 0
+    assert capsys.readouterr().out.startswith("gpt2 on 8 × a100-80gb")
+    assert main([*words, "tp=7,5"]) == 2
+    error = capsys.readouterr().err
+    assert "n_heads 12 / tp 7" in error
+    assert "n_heads 12 / tp 5" in error
+    assert main([*words[:-1], "steps=many", "--sweep", "tp=1,2"]) == 2
+    assert "expected a whole number, found 'many'" in capsys.readouterr().err
+
+
 def test_exit_codes(capsys):
     job = ["predict", "model=llama3-405b", "cluster=dgx-h100", "dp_replicate=8", "precision=bf16"]
     assert main([*job, "--sweep", "global_batch=8,16"]) == 3

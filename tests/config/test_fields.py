@@ -368,6 +368,7 @@ def test_every_number_has_a_range():
         "run.rdzv_endpoint",
         "checkpoint.remote",
         "checkpoint.stripes",
+        "data.readers",
         "model.from",
     }
 

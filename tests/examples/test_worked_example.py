@@ -8,6 +8,7 @@ import pytest
 EXAMPLES = Path(__file__).parents[2] / "examples"
 sys.path.insert(0, str(EXAMPLES))
 
+import coalesced  # noqa: E402
 import imagenet_hours  # noqa: E402  (examples are scripts, not a package)
 import worked_example as example  # noqa: E402
 
@@ -45,4 +46,19 @@ def test_the_hours_of_imagenet():
     """An hour on 256 GPUs was 90 % efficient; what the formula leaves out is no more than the tenth that is missing."""
     found, exposed = imagenet_hours.hours(256)
     assert (found, exposed) == (pytest.approx(29 * 8 / 256), 0)
-    assert 0.9 < found / imagenet_hours.PUBLISHED[256] < 1
+    for gpus in (256, 1024):
+        found, _ = imagenet_hours.hours(gpus)
+        assert 0.9 < found / imagenet_hours.PUBLISHED[gpus] < 1
+
+
+def test_every_stride_is_measured():
+    found = coalesced.useful_bandwidths(numbers=1 << 16, rounds=3)
+    assert list(found) == [1, 2, 4, 8, 16, 32, 64]
+    assert all(bandwidth > 0 for bandwidth in found.values())
+
+
+def test_the_picture_of_strides_has_a_point_for_each(monkeypatch, tmp_path):
+    measured = {stride: 2e10 / stride for stride in coalesced.STRIDES}
+    monkeypatch.setattr(coalesced, "useful_bandwidths", lambda: measured)
+    coalesced.main([str(tmp_path / "strides.svg")])
+    assert "lines of 64 bytes" in (tmp_path / "strides.svg").read_text()

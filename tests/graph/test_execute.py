@@ -9,10 +9,12 @@ from typing import Any
 import graph_modules
 import pytest
 import torch
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from phalanx.config.clusters import cluster_of
-from phalanx.graph.execute import StagedModule, compare
+from phalanx.graph.execute import PlannedModule, StagedModule, compare
 from phalanx.graph.export import export_graph
 from phalanx.graph.operators import OperatorGraph, parse_graph
 from phalanx.graph.solve import GraphPlan, baselines, solve
@@ -59,6 +61,37 @@ def test_any_plan_computes_what_one_process_does_and_sends_what_it_counts(ranks,
 @pytest.mark.parametrize("name", ["gpt", "moe"])
 def test_so_it_does_on_two_dimensions(ranks, name):
     assert ranks(check, 4, name, planned(name, (2, 2))) == [[]] * 4
+
+
+def trained(ranks: Any, name: str, plan: GraphPlan) -> list[float]:
+    """Takes steps with sums of gradients that may still be under way when the backward pass returns. Returns the losses
+    of one process, and those of the plan."""
+    alone, args = made(name)
+    run = PlannedModule(made(name)[0], export_graph(alone, args), plan, init_device_mesh("cpu", plan.mesh.sizes))
+    late, losses = list[bool](), list[float]()
+    for module in (alone, run):
+        parameters = [*module.parameters()]
+        optimizer = torch.optim.AdamW(parameters, lr=1e-2)
+        for _ in range(3):
+            optimizer.zero_grad()
+            loss = module(*args)
+            loss.backward()
+            grads = [each.grad._local_tensor for each in parameters if isinstance(each.grad, DTensor)]
+            late.append(any(isinstance(each, AsyncCollectiveTensor) for each in grads))
+            torch.nn.utils.clip_grad_norm_(parameters, 0.5)
+            optimizer.step()
+            losses.append(loss.full_tensor().item() if isinstance(loss, DTensor) else loss.item())
+    assert late == [False] * 3 + [True] * 3
+    return losses
+
+
+def test_late_gradients_arrive_before_they_are_used(ranks):
+    """Clipping and the optimizer wait for them: three steps are those of one process."""
+    graph = export_graph(*made("mixer")).graph
+    mesh = GraphMesh(cluster_of("dgx-h100:1"), (2,), direct=False)
+    plan = solve(graph, mesh, allowed=baselines(graph)["data parallel"])
+    for losses in ranks(trained, 2, "mixer", plan):
+        assert losses[3:] == pytest.approx(losses[:3], rel=1e-9)
 
 
 def staged(ranks: Any, name: str, stages: list[GraphPlan]) -> list[str]:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from phalanx.config.clusters import cluster_of
 from phalanx.errors import DoesNotFitError, JobError
 from phalanx.graph.operators import OperatorGraph, parse_graph
-from phalanx.graph.solve import GraphPlan, by_hand, solve
+from phalanx.graph.solve import GraphPlan, Overlap, baselines, by_hand, is_late, solve
 from phalanx.graph.strategies import GraphMesh, path, strategies
 
 pytest.importorskip("scipy")
@@ -60,6 +60,22 @@ def test_the_program_finds_what_brute_force_finds(graph, sizes, tightness):
     found = solve(graph, mesh, limit * (1 + 1e-9))
     assert found.cost.memory <= limit * (1 + 1e-6)
     assert found.cost.seconds == pytest.approx(best, rel=1e-4)
+
+
+def test_a_backward_pass_hides_the_sums_of_gradients_but_the_last():
+    """Exposed is the larger of the last sum and what the backward pass leaves; a pipeline's stages hide nothing."""
+    graph, node = graph_of(graph_models.gpt(4, b=64)), GraphMesh(NODE, (8,))
+    plan = solve(graph, node, allowed=baselines(graph)["data parallel"])
+    waiting = solve(graph, node, allowed=baselines(graph)["data parallel"], overlaps=False)
+    whole = plan.compute + plan.communication
+    late = sum(is_late(graph, each) for each in graph.operators)
+    assert late > 10
+    assert whole.behind == pytest.approx(whole.seconds - plan.compute.seconds, rel=0.05)
+    exposed = max(whole.behind / late, whole.behind - (1 - 1 / late) * whole.backward)
+    assert waiting.cost.seconds == pytest.approx(whole.seconds)
+    assert whole.behind - exposed > 0
+    assert plan.cost.seconds == pytest.approx(whole.seconds - Overlap.of(graph, node).gain * (whole.behind - exposed))
+    assert plan.cost.sent == waiting.cost.sent
 
 
 def split(plan: GraphPlan, *names: str) -> list[str]:

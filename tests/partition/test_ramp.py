@@ -67,12 +67,10 @@ def test_the_rate_follows_the_batch_where_it_is_scaled_to_it():
             "train.seq_ramp",
             "steps 1 to 1, global batch 12, sequences of 2 tokens: ",
         ),
-        (replace(JOB, layout=Layout(dp_replicate=2, sync="local_sgd")), "train.batch_ramp", "sync=local_sgd"),
-        (replace(JOB, layout=Layout(pp=2, schedule="pipedream", accumulation=2)), "train.batch_ramp", "overlap"),
         (
-            replace(JOB, layout=Layout(pp=2, schedule="pipedream_stash", accumulation=2)),
+            replace(JOB, layout=Layout(dp_replicate=4, sync="local_sgd")),
             "train.batch_ramp",
-            "updates per micro-batch",
+            "steps 3 to 4, global batch 6, sequences of 8 tokens: global_batch 6 ≠",
         ),
         (
             replace(JOB, data=Data(corpus="chat", path="rows.jsonl", template="raw")),

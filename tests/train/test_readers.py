@@ -16,7 +16,7 @@ from phalanx.data.loader import MicroBatch, SplitReader
 from phalanx.errors import JobError
 from phalanx.train import feed
 from phalanx.train.feed import packed, unpacked
-from train.runs import change, losses, require_same_weights, stop, stopped, train
+from train.runs import change, losses, require_same_weights, rows, stop, stopped, train
 
 
 def trained_reading(ranks, job):
@@ -59,6 +59,57 @@ def test_a_run_goes_on_with_another_number_of_readers(ranks, job):
     assert len(losses(moved)) == 6
 
 
+def trained_at_speeds(ranks, job, seconds):
+    """Trains where trying readers takes these seconds on each rank, by the ranks that share a reader. Returns how often
+    this rank has read tokens since."""
+    reads, read, take, tried = [], SplitReader.read, feed.Feed.take, feed.readers_of
+
+    def slowly(own):
+        found = take(own)
+        own.meter.waited += 1e4 * seconds[own.readers.axis.size][ranks.rank]
+        return found
+
+    def measured(*arguments, **named):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(feed.Feed, "take", slowly)
+            found = tried(*arguments, **named)
+        reads.clear()
+        return found
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(SplitReader, "read", lambda *words: reads.append(1) or read(*words))
+        patch.setattr("phalanx.train.loop.readers_of", measured)
+        train(ranks, job)
+    return len(reads)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "who", "said"),
+    [
+        ({1: [0, 0, 0, 9], 2: [4, 0, 0, 0], 4: [1, 0, 0, 0]}, [0], "1 reader; reading and sending took, in ms"),
+        ({1: [0, 0, 9, 0], 2: [1, 0, 0, 0], 4: [0, 0, 0, 4]}, [0, 2], "2 readers; reading"),
+        ({1: [9, 0, 0, 0], 2: [6, 0, 0, 0], 4: [5, 0, 0, 0]}, [0, 1, 2, 3], "every rank; reading"),
+    ],
+    ids=["one", "two", "all"],
+)
+def test_auto_takes_the_fastest_number_of_readers_of_all_ranks(ranks, job, seconds, who, said):
+    """The slowest rank counts, and few readers must take half as long."""
+    job = replace(change(job, "train", eval_samples=0, steps=2), layout=Layout(dp_replicate=2, tp=2))
+    ranks(train, 4, job)
+    chosen = change(change(job, "run", name="auto"), "data", readers="auto")
+    reads = ranks(trained_at_speeds, 4, chosen, seconds)
+    assert [rank for rank, count in enumerate(reads) if count] == who
+    require_same_weights(chosen, job)
+    (start,) = rows(chosen, "start")
+    assert start["readers"].startswith(said)
+
+
+def test_auto_measures_nothing_where_no_two_ranks_need_the_same(ranks, job):
+    job = change(replace(job, layout=Layout(dp_replicate=2)), "data", readers="auto")
+    ranks(train, 2, job)
+    assert rows(job, "start")[0]["readers"] == "every rank reads its own samples: no two need the same"
+
+
 def stopped_by_slow_storage(ranks, job):
     """Trains with a storage that hangs in step 3, in which a signal comes."""
     ready, calls = feed.Batches.wait, iter(range(1000))
@@ -92,6 +143,13 @@ def test_a_message_holds_all_of_a_micro_batch_of_any_form():
 def test_replicas_that_take_samples_in_turn_have_no_readers(words):
     with pytest.raises(JobError, match="is for ranks that take steps together"):
         load_words(overrides.parse(f"model=tiny global_batch=8 dp_replicate=2 data.readers=1 {words}".split()))
+
+
+def test_predictions_say_what_they_assume_of_readers():
+    said = "data.readers=auto: chosen by measuring when a run starts; predictions take data for read ahead"
+    words = "model=tiny global_batch=8 dp_replicate=2"
+    assert said in load_words(overrides.parse(f"{words} data.readers=auto".split())).answers
+    assert said not in load_words(overrides.parse(f"{words} data.readers=1".split())).answers
 
 
 def test_a_job_that_loses_data_ranks_keeps_its_readers(ranks, job):

@@ -86,6 +86,19 @@ def test_a_tampered_record_is_found_and_named(ranks, tmp_path):
         assert math.isclose(found.rel, expected.rel, rel_tol=1e-3)
 
 
+@pytest.mark.parametrize("line", ["pp=2,schedule=pipedream,accumulation=4", "pp=2,schedule=pipedream_stash"])
+def test_stale_gradients_over_ramps_are_those_of_one_process(ranks, tmp_path, line):
+    """Three sizes in five steps: the pipeline drains between them, and takes other micro-batches after each."""
+    job = replace(JOB, train=Train(batch_ramp="2*8", seq_ramp="4*4"), model=replace(JOB.model, tied=False))
+    job = replace(job, optimizer=Optimizer(clip=0.0))
+    selection, path = plan_of(line, job=job), tmp_path / "record"
+    (layout,), vocab = selection.layouts, selection.compared.vocab_size
+    cases = [selection.alone(layout), selection.case(layout)]
+    alone, case = (replace(each, train=replace(each.train, batch_ramp="2*8", seq_ramp="4*4")) for each in cases)
+    ranks(record, 1, alone, vocab, 5, path, selection.stale(layout))
+    assert first_difference(ranks(compare, 2, case, vocab, 5, path)[0], TOLERANCE) is None
+
+
 def without_summing_partials(ranks, *args):
     with mock.patch.object(Replica, "_sum_partials", return_value=None):
         return compare(ranks, *args)

@@ -24,7 +24,7 @@ from phalanx.config.trackers import TRACKERS
 from phalanx.errors import JobError
 from phalanx.nearest import Misfit, did_you_mean, divisors, misfit, multiples, nearest_divisors, nearest_of
 from phalanx.optimizers.catalogue import OPTIMIZERS, entry_of, extra_options, unread
-from phalanx.partition.derived import overlaps, stashes
+from phalanx.partition.derived import overlaps
 from phalanx.partition.ramp import phase_jobs, runs
 from phalanx.techniques.catalogue import technique_problems
 from phalanx.techniques.technique import Problem
@@ -192,13 +192,6 @@ def ramp_problems(job: Job) -> Iterator[Problem]:
             yield "train.seq_ramp", f"model.seq_len {seq_len} / {length} is not an integer; nearest legal: {near}"
     if train.seq_ramp and (CORPORA[job.data.corpus].rows is not None or job.data.packing):
         yield "train.seq_ramp", "would cut conversations and packed documents; nearest legal: leave it out"
-    if not (train.batch_ramp or train.seq_ramp):
-        return
-    path = "train.batch_ramp" if train.batch_ramp else "train.seq_ramp"
-    if reason := unguarded(job):
-        yield path, f"needs steps that all ranks take together, and {reason}; nearest legal: leave it out"
-    elif stashes(job.layout):
-        yield path, f"schedule={job.layout.schedule} updates per micro-batch; nearest legal: schedule=1f1b"
 
 
 def _phases(job: Job) -> Iterator[Problem]:

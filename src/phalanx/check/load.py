@@ -368,7 +368,7 @@ def resolve(
     found += [_at(path, message, origins) for path, message in problems_found]
     if found:
         raise JobError(found)
-    answers += filter(None, (not_trained(job.model),))
+    answers += filter(None, (not_trained(job.model), _READERS * (job.data.readers == "auto")))
     if presets and not _states_all("model", settings) and (rows := _rows_that_give_way(job)):
         answers.append(rows)
     if batch := equation(job, derived):
@@ -378,6 +378,9 @@ def resolve(
             is_default = get(job, setting.path) == get(Job(), setting.path)
             origins[setting.path] = "default" if is_default else f"resolved in {setting.origin}"
     return LoadedJob(job, origins, answers)
+
+
+_READERS = "data.readers=auto: chosen by measuring when a run starts; predictions take data for read ahead"
 
 
 def _rows_that_give_way(job: Job) -> str:

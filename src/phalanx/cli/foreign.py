@@ -27,14 +27,15 @@ ALL = "all"
 
 
 def put_below(path: Path, ignored: Sequence[str], line: CommandLine, *, needs_cluster: bool) -> ForeignJob:
-    """Reads a file of another framework, and puts its fields below those of the command line. Raises JobError with
-    everything in it that is not understood, unless it is ignored or the command line sets its field."""
+    """Reads a file of another framework, and puts its fields below those of the command line. Everything in it that is
+    not understood is a problem of the command line, unless it is ignored or the command line sets its field."""
     if path.is_dir():
         raise JobError(f"--from {path}: takes a file of another framework; the weights of a run are model.from={path}")
-    theirs = read(path)
+    theirs = read(path, line.problems)
     given = {setting.path for setting in line.settings}
     unknown = [each for each in theirs.unknown if ALL not in ignored and not _is_settled(each, ignored, given)]
-    problems = [f"{path}: {each.name} {_short(each.value)}: not understood: {_with_field(each)}" for each in unknown]
+    problems, wrong = line.problems, {problem.partition(": ")[0] for problem in line.problems}
+    problems += [f"{path}: {each.name} {_short(each.value)}: not understood: {_with_field(each)}" for each in unknown]
     problems += [
         f"{path}: {what} is missing: set {field}" for field, what in theirs.needed.items() if field not in given
     ]
@@ -48,7 +49,7 @@ def put_below(path: Path, ignored: Sequence[str], line: CommandLine, *, needs_cl
     ]
     if unknown:
         problems.append("set the fields that are meant, or read the names as if they were absent: --ignore NAME …")
-    settings = [each for each in theirs.settings if not _is_ignored(each, ignored)]
+    settings = [each for each in theirs.settings if not _is_ignored(each, ignored) and each.origin not in wrong]
     cluster = [each for each in settings if each.path.startswith("cluster.")]
     settings = [each for each in settings if each not in cluster]
     nodes, devices = (_size(cluster, name) for name in ("nodes", "devices_per_node"))
@@ -65,8 +66,6 @@ def put_below(path: Path, ignored: Sequence[str], line: CommandLine, *, needs_cl
             size = f"cluster=dgx-h100:{-(-nodes * devices // 8)}" if devices else "cluster=dgx-h100:NODES"
             known = f" for its {nodes * devices} devices" if devices else ""
             problems.append(f"{path}: does not say which machine it runs on: name one, such as {size}{known}")
-    if problems:
-        raise JobError(problems)
     line.base = settings
     return theirs
 

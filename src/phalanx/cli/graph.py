@@ -128,7 +128,7 @@ def _meshes(said: str, cluster: Cluster, *, direct: bool, problems: list[str]) -
 def _picture(graph: OperatorGraph, plans: Mapping[str, GraphPlan]) -> str:
     """Returns the time of every plan by part, as an SVG document."""
     parts = {
-        name: {"compute": each.compute.seconds, "communication exposed": each.communication.seconds}
+        name: {"compute": each.compute.seconds, "communication exposed": each.cost.seconds - each.compute.seconds}
         for name, each in plans.items()
     }
     devices = next(iter(plans.values())).mesh.devices
@@ -188,9 +188,14 @@ def _cost_json(plan: GraphPlan) -> dict[str, Any]:
         "step_time_s": plan.cost.seconds,
         "compute_s": plan.compute.seconds,
         "communication_s": plan.communication.seconds,
+        "overlapped_s": _overlapped(plan),
         "sent_bytes": plan.cost.sent,
         "memory_bytes": plan.cost.memory,
     }
+
+
+def _overlapped(plan: GraphPlan) -> float:
+    return max(0.0, plan.compute.seconds + plan.communication.seconds - plan.cost.seconds)
 
 
 def _plan_json(plan: GraphPlan) -> dict[str, Any]:
@@ -218,14 +223,14 @@ def text(
     if plan is not None:
         lines += ["", f"on {plan.mesh} devices, a split of each axis (P: partial sums, -: replicated):"]
         lines += aligned([("operator", "letters", "split", "sends", "seconds"), *_rows(plan)], "lllrr")
-        rows: list[tuple[str, ...]] = [("", "step time", "compute", "communication", "sent", "memory")]
+        rows: list[tuple[str, ...]] = [("", "step time", "compute", "communication", "overlapped", "sent", "memory")]
         for name, each in {"this plan": plan, **known}.items():
             if isinstance(each, str):
-                rows.append((name, f"not possible: {each}", "", "", "", ""))
+                rows.append((name, f"not possible: {each}", "", "", "", "", ""))
             else:
-                times = (each.cost.seconds, each.compute.seconds, each.communication.seconds)
+                times = each.cost.seconds, each.compute.seconds, each.communication.seconds, _overlapped(each)
                 rows.append((name, *map(duration, times), gib(int(each.cost.sent)), gib(int(each.cost.memory))))
-        lines += ["", *aligned(rows, "llllll")]
+        lines += ["", *aligned(rows, "lllllll")]
     if stages is not None:
         count = f"{len(stages.stages)} stages, {stages.micro_batches} micro-batches"
         lines += ["", f"pipeline of {count}: step time {duration(stages.seconds)}"]

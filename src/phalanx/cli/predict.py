@@ -227,7 +227,7 @@ def _swept(words: Words) -> int:
         return predict(spec), sum(sent)
 
     with stderr_progress() as progress:
-        found = sweep.points(words, predicted, progress)
+        found = sweep.points(words.options["sweep"], words.subjects, predicted, progress)
     files.write({"svg": lambda: sweep.picture(found)})
     words.show({"points": [point.as_dict() for point in found]}, sweep.text(found), wrap=False)
     files.tell()

@@ -11,6 +11,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -99,10 +100,13 @@ def start_request(
 
 
 def directory_of(words: Words, program: Sequence[str]) -> Path:
-    """Returns the run's directory: of `python -m my.module` it is runs/my.module."""
-    named = [word for word in program[1:] if not word.startswith("-")] if "python" in program[0] else list(program)
-    name = words.options["name"] or Path(named[0] if named else program[0]).stem
-    return Path(os.path.abspath(Path(words.options["dir"]) / name))
+    """Returns the run's directory: of `python -m my.module` it is runs/my.module, of `python -c CODE` runs/python."""
+    name = Path(program[0]).stem
+    for before, word in pairwise(program) if "python" in program[0] else ():
+        if before == "-c" or not word.startswith("-"):
+            name = {"-c": name, "-m": word}.get(before, Path(word).stem)
+            break
+    return Path(os.path.abspath(Path(words.options["dir"]) / (words.options["name"] or name)))
 
 
 def sentence(grid: ProcessGrid, place: Any, launcher: str, program: Sequence[str]) -> str:

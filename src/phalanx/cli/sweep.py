@@ -19,7 +19,6 @@ from phalanx.units import aligned, gib, listed
 
 if TYPE_CHECKING:
     from phalanx.check.load import LoadedJob
-    from phalanx.cli.verb import Words
     from phalanx.config.job import Job
     from phalanx.config.overrides import CommandLine
     from phalanx.cost.prediction import Prediction
@@ -91,17 +90,18 @@ def fields_of(texts: Sequence[str]) -> dict[str, list[str]]:
 
 
 def points(
-    words: Words, predicted: Callable[[Job], tuple[Prediction, float]], progress: Callable[[str, int, int], None]
+    texts: Sequence[str],
+    subjects: Sequence[str],
+    predicted: Callable[[Job], tuple[Prediction, float]],
+    progress: Callable[[str, int, int], None],
 ) -> list[Point]:
-    """Returns a point per combination of the values of --sweep; `predicted` predicts one job. Raises JobError if no
-    combination is a legal job, with the reason of each."""
-    fields = fields_of(words.options["sweep"])
-    found: list[Point] = []
-    combinations = [dict(zip(fields, each, strict=True)) for each in product(*fields.values())]
+    """Returns a point per combination of the values of --sweep, `texts`, for the job of the other words, `subjects`;
+    `predicted` predicts one job. Raises JobError if no combination is a legal job, with the reason of each."""
+    found, combinations = list[Point](), _combinations(texts)
     for number, values in enumerate(combinations):
         progress("predicting", number, len(combinations))
         try:
-            loaded = load_words(_line(words, values))
+            loaded = load_words(_line(subjects, values))
             if loaded.job.layout.auto:
                 loaded = planned(loaded, measures=False)
             found.append(Point(values, loaded, *predicted(loaded.job)))
@@ -112,10 +112,27 @@ def points(
     return found
 
 
-def _line(words: Words, values: Mapping[str, str]) -> CommandLine:
+def first_legal(texts: Sequence[str], subjects: Sequence[str]) -> LoadedJob:
+    """Returns the first combination that is a legal job, for a job that is none without the swept values. Raises
+    JobError with the reason of each."""
+    problems = list[str]()
+    for values in _combinations(texts):
+        try:
+            return load_words(_line(subjects, values))
+        except JobError as error:
+            problems += str(error).splitlines()
+    raise JobError(list(dict.fromkeys(problems)))
+
+
+def _combinations(texts: Sequence[str]) -> list[dict[str, str]]:
+    fields = fields_of(texts)
+    return [dict(zip(fields, each, strict=True)) for each in product(*fields.values())]
+
+
+def _line(subjects: Sequence[str], values: Mapping[str, str]) -> CommandLine:
     """Returns the command line of a combination. A swept layout takes the place of the job's, in whatever form that is
     given; fields that are given beside it hold for every layout."""
-    line = overrides.parse([*words.subjects, *(f"{name}={value}" for name, value in values.items())])
+    line = overrides.parse([*subjects, *(f"{name}={value}" for name, value in values.items())])
     if "layout" in values:
         own = f"command line: layout={values['layout']}"
         whole = {each.origin for each in line.settings if each.implied} - {own}  # implied: a whole layout leaves it out

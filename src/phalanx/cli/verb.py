@@ -400,7 +400,17 @@ class Verb:
 
             theirs = foreign.put_below(path, words.options["ignore"], line, needs_cluster=self.name in PREDICTING)
             before = load_words(line) if self._opens else None
-        given = load_words(line, opens=self._opens)
+        switches = self.commands[WHOLE].switches
+        rest = (word for word in words.subjects if word[:2] != "--" or word[2:].replace("-", "_") not in switches)
+        words = replace(words, subjects=tuple(rest))
+        try:
+            given = load_words(line, opens=self._opens)
+        except JobError:
+            if not (swept := words.options.get("sweep")) or line.problems:
+                raise
+            from phalanx.cli import sweep
+
+            given = sweep.first_legal(swept, words.subjects)
         if self.name not in PREDICTING and (reason := not_trained(given.job.model)):
             raise JobError(f"{reason}; phalanx {', '.join(PREDICTING)} take it")
         tell(given.answers)
@@ -420,10 +430,7 @@ class Verb:
             from phalanx.cli.auto_layout import check_calibration
 
             check_calibration(loaded.job.cluster, loaded.job.layout.world)
-        switches = self.commands[WHOLE].switches
-        rest = (word for word in words.subjects if word[:2] != "--" or word[2:].replace("-", "_") not in switches)
-        switches = frozenset(line.switches)
-        return replace(words, subjects=tuple(rest), switches=switches, about_job=loaded, theirs=theirs, before=before)
+        return replace(words, switches=frozenset(line.switches), about_job=loaded, theirs=theirs, before=before)
 
     @property
     def _opens(self) -> str:

@@ -130,9 +130,10 @@ class Data:
     """Processes that tokenize in `phalanx data prepare`; 0: one per core."""
     prefetch: Annotated[int, Interval(0)] = 4
     """Steps whose batches are read ahead in the background."""
-    readers: Annotated[int, Interval(0), Example("2")] = 0
+    readers: Annotated[int | Literal["auto"], Interval(0), Example("2")] = 0
     """Most ranks that read training samples from storage, each once, and send the others theirs; one per data rank is
-    the most that there is. 0: every rank reads its own, so that those of tp, cp and pp read the same."""
+    the most that there is. 0: every rank reads its own, so that those of tp, cp and pp read the same. auto: what is
+    fastest at the start of the run, 0 unless few readers take half as long. Predictions take data for read ahead."""
     on_corruption: Literal["stop", "skip"] = "stop"
     """What to do about a block of a token shard that does not match its digest: stop when it is read, or check all
     blocks at the start and read other samples instead of the damaged ones, the same ones in any layout."""

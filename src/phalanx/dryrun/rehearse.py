@@ -35,8 +35,8 @@ from phalanx.parallel.data import Replica
 from phalanx.parallel.mesh import Mesh
 from phalanx.parallel.pipeline import PipeDream
 from phalanx.parallel.zero import BucketReplica
-from phalanx.partition import derived as batch
-from phalanx.partition.derived import HOST, named, tier_of
+from phalanx.partition.derived import HOST, named, overlaps, tier_of
+from phalanx.partition.ramp import ramp_of
 from phalanx.train.drivers import driver_of
 from phalanx.train.evaluate import validation_loss
 from phalanx.train.feed import Feed
@@ -178,7 +178,7 @@ def rehearse(
     cannot be rehearsed, and what the program raises."""
     if found := list(problems(job)):
         raise JobError("this job cannot be rehearsed:\n" + "\n".join(f"  {each}" for each in found))
-    began, steps = time.perf_counter(), steps or (3 if batch.overlaps(job.layout) else 2)
+    began, steps = time.perf_counter(), steps or (3 if overlaps(job.layout) else 2)
     job = replace(job, train=replace(job.train, steps=steps, compile=False))
     recording, device = Recording(), torch.device(device_type, *([0] if device_type != "cpu" else []))
     with (
@@ -331,7 +331,9 @@ class _DrawnFeed:
 
     def __init__(self, job: Job, vocab_size: int, mesh: Mesh, observer: RehearsalObserver | None):
         self.job, self.vocab_size, self.mesh, self.observer = job, vocab_size, mesh, observer
-        self.batch = batch.solve(job.train.global_batch, job.layout)
+        # Steps after the ramps, which predictions are of.
+        self.ramp = ramp_of(replace(job, train=replace(job.train, batch_ramp="", seq_ramp="")))
+        self.batch = self.ramp.phases[-1].batch
         self.next: list[MicroBatch] | None = None
         self.step = 0
 

@@ -362,7 +362,7 @@ class Fields:
         self.set(meaning.path, value, name, meaning.how)
 
     def job(self, kind: str) -> ForeignJob:
-        """Returns the job. Raises JobError with every problem."""
+        """Returns the job, as far as there are no `problems`."""
         for name, found in self.stated.items():
             meaning, taken = self.table.meaning_of(name), name in self.taken
             if meaning and meaning.rule and name not in self._told and not isinstance(found.value, Unresolved):
@@ -370,8 +370,6 @@ class Fields:
                 (self.leftovers if taken else self.unknown).append(
                     Leftover(found.shown, found.value, why, affects=False)
                 )
-        if self.problems:
-            raise JobError(self.problems)
         several = tuple(self.settings.values()), tuple(self.became), tuple(self.leftovers), tuple(self.unknown)
         facts = self.framework, dict(self.recipe), self.stated, self.source, self.model, dict(self.needed)
         return ForeignJob(self.source.path, kind, self.version, *several, *facts)

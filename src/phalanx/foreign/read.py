@@ -32,8 +32,9 @@ FORMATS: tuple[frame.ForeignFormat, ...] = (
 """The known formats. The first that recognises a file reads it."""
 
 
-def read(path: Path) -> frame.ForeignJob:
-    """Returns a file of another framework as a job. Nothing in it is executed. Raises JobError with every problem."""
+def read(path: Path, problems: list[str] | None = None) -> frame.ForeignJob:
+    """Returns a file of another framework as a job. Nothing in it is executed. Raises JobError with every problem;
+    those of single values are added to `problems` instead, if given."""
     source = _source(path)
     found = next((each for each in FORMATS if each.recognises(source)), None)
     if found is None and path.suffix == ".toml":
@@ -53,6 +54,10 @@ def read(path: Path) -> frame.ForeignJob:
         raise JobError(f"{path}: nested too deeply") from None
     parts.plain()
     found.finish(parts)
+    if parts.problems and problems is None:
+        raise JobError(parts.problems)
+    if problems is not None:
+        problems += parts.problems
     return parts.job(found.kind)
 
 

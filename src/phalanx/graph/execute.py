@@ -26,7 +26,7 @@ from phalanx.cost.communication import Collective
 from phalanx.errors import JobError
 from phalanx.graph.export import CREATES, RESHAPES, TYPES, ExportedModule, export_graph, is_mean, module_of, plain
 from phalanx.graph.operators import GraphOperator
-from phalanx.graph.solve import GraphPlan, result_form
+from phalanx.graph.solve import GraphPlan, is_late, result_form
 from phalanx.graph.strategies import Both, Form, path, places
 
 
@@ -205,10 +205,15 @@ class _Reshard(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         run, each, given, wanted = ctx.about
-        return _moved(gradients[0], run, each, wanted[1], given[1]), None, None, None, None
+        late = is_late(run.graph, each)
+        return _moved(gradients[0], run, each, wanted[1], given[1], late=late), None, None, None, None
 
 
-def _moved(x: Tensor, run: PlannedModule, each: GraphOperator, before: Form, after: Form) -> Tensor:
+def _moved(
+    x: Tensor, run: PlannedModule, each: GraphOperator, before: Form, after: Form, *, late: bool = False
+) -> Tensor:
+    """Brings a tensor from one form into another. A `late` one still arrives when this returns: it is waited for where
+    it is used."""
     moved = DTensor.from_local(
         *(x.contiguous(), run.mesh, placements(before)),
         run_check=False,
@@ -216,9 +221,10 @@ def _moved(x: Tensor, run: PlannedModule, each: GraphOperator, before: Form, aft
         stride=_strides(each),
     )
     for change in path(run.plan.mesh, each.shape, each.nbytes, before, after):
-        moved = moved.redistribute(run.mesh, placements(change.after))
-    found = moved.to_local()
-    found = found.wait() if isinstance(found, AsyncCollectiveTensor) else found
+        moved = moved.redistribute(run.mesh, placements(change.after), async_op=late and change.after == after)
+    found = moved._local_tensor if late else moved.to_local()  # the latter waits
+    if isinstance(found, AsyncCollectiveTensor):
+        return found
     return found.clone() if found.data_ptr() == x.data_ptr() else found.contiguous()
 
 

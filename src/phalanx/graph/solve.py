@@ -12,13 +12,15 @@ import fnmatch
 import json
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 
+from phalanx.cost.communication import load
+from phalanx.cost.frameworks import PHALANX
 from phalanx.errors import DoesNotFitError, JobError
 from phalanx.graph.operators import GraphOperator, OperatorGraph, json_of
 from phalanx.graph.strategies import Both, Cost, GraphMesh, Strategy, resharding, strategies
@@ -41,6 +43,9 @@ class GraphPlan:
     mesh: GraphMesh
     chosen: Mapping[str, Strategy]
     """By the operator's name."""
+    overlaps: bool = True
+    """Whether parameters' gradients are summed while the backward pass computes; stages of a pipeline wait for them in
+    every micro-batch."""
 
     @cached_property
     def compute(self) -> Cost:
@@ -67,9 +72,41 @@ class GraphPlan:
     def communication(self) -> Cost:
         return sum((cost for *_, cost in self.edges), Cost())
 
-    @property
+    @cached_property
     def cost(self) -> Cost:
-        return self.compute + self.communication
+        """Of a step, whose seconds are those of computation and communication without what overlaps."""
+        found = self.compute + self.communication
+        overlap = Overlap.of(self.graph, self.mesh)
+        hidden = overlap.gain * (found.behind - overlap.exposed(found)) if self.overlaps else 0.0
+        return replace(found, seconds=found.seconds - hidden)
+
+
+@dataclass(frozen=True)
+class Overlap:
+    """How much of the sums of parameters' gradients the backward pass hides, as in `cost.exposed.step_state`: the last
+    one follows it, and the others slow computation down where they take bandwidth between devices."""
+
+    last: float
+    """The part of them that follows, and of the backward pass that comes before the first."""
+    gain: float
+    """Seconds that a hidden second saves."""
+
+    @classmethod
+    def of(cls, graph: OperatorGraph, mesh: GraphMesh) -> Overlap:
+        late = [each.nbytes for each in graph.operators if is_late(graph, each)]
+        loads = [load(mesh.cluster, group, sum(late) / max(1, len(late))) for group in mesh.groups if group.ranks > 1]
+        return cls(1 / max(2, len(late)), max(0.0, 1 - (PHALANX.interference - 1) * max(loads, default=0.0)))
+
+    def exposed(self, cost: Cost) -> float:
+        """Returns the seconds of a plan's sums that nothing hides."""
+        return max(cost.behind * self.last, cost.behind - (1 - self.last) * cost.backward)
+
+
+def is_late(graph: OperatorGraph, each: GraphOperator) -> bool:
+    """Returns whether an operator's gradient is needed at the end of the backward pass alone: that of a parameter with
+    one use, which is added to no other."""
+    used = len(graph.consumers.get(each.name, ())) == 1
+    return each.kind == "parameter" and used and each.name in graph.differentiated
 
 
 class GraphTooLargeError(DoesNotFitError):
@@ -84,7 +121,8 @@ def edge(graph: OperatorGraph, mesh: GraphMesh, each: GraphOperator, given: Both
     """Returns what it costs to bring an operator's output into a form."""
     if given == wanted:
         return Cost()
-    return resharding(mesh, each.shape, each.nbytes, given, wanted, each.name in graph.differentiated)
+    graded = each.name in graph.differentiated
+    return resharding(mesh, each.shape, each.nbytes, given, wanted, graded, is_late(graph, each))
 
 
 def result_form(given: Both) -> Both:
@@ -100,10 +138,11 @@ def solve(
     allowed: Allowed | None = None,
     objective: Objective = "seconds",
     in_flight: int = 1,
+    overlaps: bool = True,
 ) -> GraphPlan:
     """Returns the fastest plan that needs at most `limit` bytes on each device, with the activations of `in_flight`
     micro-batches. Raises DoesNotFitError with the least that any plan needs."""
-    program = _Program(graph, mesh, allowed, in_flight)
+    program = _Program(graph, mesh, allowed, in_flight, overlaps)
     found = program.solve(limit, objective)
     if found is None:
         least = program.solve(np.inf, "memory")
@@ -128,8 +167,8 @@ class _Program:
     """The integer program. Its columns are the strategies of each kind of operator, and what each tensor is brought
     from and into."""
 
-    def __init__(self, graph: OperatorGraph, mesh: GraphMesh, allowed: Allowed | None, in_flight: int):
-        self.graph, self.mesh, self.in_flight = graph, mesh, in_flight
+    def __init__(self, graph: OperatorGraph, mesh: GraphMesh, allowed: Allowed | None, in_flight: int, overlaps: bool):
+        self.graph, self.mesh, self.in_flight, self.overlaps = graph, mesh, in_flight, overlaps
         same = graph.representatives
         self.counts = Counter(same.values())
         self.options: dict[str, list[Strategy]] = {}
@@ -160,7 +199,7 @@ class _Program:
 
     def _kept(self, each: GraphOperator, cost: Cost) -> Cost:
         """Returns a cost with the memory of every micro-batch in flight."""
-        return cost if each.kind == "parameter" else Cost(cost.seconds, cost.sent, cost.memory * self.in_flight)
+        return cost if each.kind == "parameter" else replace(cost, memory=cost.memory * self.in_flight)
 
     def _of(self, name: str) -> range:
         return range(self.first[name], self.first[name] + len(self.options[name]))
@@ -209,20 +248,26 @@ class _Program:
             from scipy.sparse import coo_array
         except ImportError:
             raise JobError("phalanx plan --graph needs scipy, for HiGHS: pip install 'phalanx[graph]'") from None
-        time = np.array([cost.seconds for cost in self.costs])
-        memory = np.array([cost.memory for cost in self.costs])
-        rows = list(self.rows)
+        time, _, memory, backward, behind = np.array([astuple(cost) for cost in self.costs]).T
+        rows, count = list(self.rows), len(self.costs)
+        if self.overlaps and (most := float(behind.sum())):
+            # One more column: the part of `most` seconds that is exposed, and at least what Overlap.exposed says.
+            overlap = Overlap.of(self.graph, self.mesh)
+            for least in (overlap.last * behind, behind - (1 - overlap.last) * backward):
+                entries = {column: -value / most for column, value in enumerate(least) if value}
+                rows.append(({**entries, count: 1.0}, 0.0, np.inf))
+            time, memory = np.append(time - overlap.gain * behind, overlap.gain * most), np.append(memory, 0.0)
         if limit < np.inf:
             rows.append(({column: size / limit for column, size in enumerate(memory) if size}, -np.inf, 1.0))
         places = [(row, column, value) for row, (entries, *_) in enumerate(rows) for column, value in entries.items()]
         at, columns, values = zip(*places, strict=True)
-        matrix: Any = coo_array((values, (at, columns)), shape=(len(rows), len(self.costs))).tocsr()
+        matrix: Any = coo_array((values, (at, columns)), shape=(len(rows), len(time))).tocsr()
         # Of equally fast plans the one with the least memory.
         wanted = memory / (memory.max() or 1.0) if objective == "memory" else time / (time.max() or 1.0)
         wanted = wanted + (
             1e-7 * memory / (memory.max() or 1.0) if objective == "seconds" else 1e-7 * time / (time.max() or 1.0)
         )
-        whole = np.array(self.whole, np.int8)
+        whole = np.array([*self.whole, *[False] * (len(time) - count)], np.int8)
         given = {
             "bounds": Bounds(0, 1),
             "constraints": LinearConstraint(matrix, *np.array([row[1:] for row in rows]).T),
@@ -238,7 +283,10 @@ class _Program:
             for name, options in self.options.items()
         }
         return GraphPlan(
-            self.graph, self.mesh, {name: picked[same] for name, same in self.graph.representatives.items()}
+            self.graph,
+            self.mesh,
+            {name: picked[same] for name, same in self.graph.representatives.items()},
+            self.overlaps,
         )
 
 

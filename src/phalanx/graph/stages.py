@@ -60,7 +60,7 @@ def layers_of(graph: OperatorGraph, cluster: Cluster, most: int = MOST_LAYERS) -
         if not units or not (bias or (each.block and units[-1][-1].block == each.block)):
             units.append([])
         units[-1].append(each)
-    costs = [sum(compute_seconds(graph, each, alone) for each in unit) for unit in units]
+    costs = [sum(sum(compute_seconds(graph, each, alone)) for each in unit) for unit in units]
     blocks = sum(unit[0].block != "" for unit in units)
     count = next((each for each in range(most, 1, -1) if blocks % each == 0), most) if blocks >= most else most
     layers = [
@@ -133,7 +133,7 @@ def pipeline(
         else:
             for mesh in meshes(cluster, size):
                 try:
-                    plan = solve(part, mesh, limit, in_flight=flight)
+                    plan = solve(part, mesh, limit, in_flight=flight, overlaps=False)
                 except GraphTooLargeError as error:
                     failures.append(error)
                     continue

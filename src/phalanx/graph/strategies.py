@@ -69,12 +69,22 @@ class Cost:
     sent: float = 0.0
     """Bytes that each device sends."""
     memory: float = 0.0
+    backward: float = 0.0
+    """Seconds of computation in the backward pass."""
+    behind: float = 0.0
+    """Seconds of sums of parameters' gradients, which go on while the backward pass computes."""
 
     def __add__(self, other: Cost) -> Cost:
-        return Cost(self.seconds + other.seconds, self.sent + other.sent, self.memory + other.memory)
+        return Cost(
+            self.seconds + other.seconds,
+            self.sent + other.sent,
+            self.memory + other.memory,
+            self.backward + other.backward,
+            self.behind + other.behind,
+        )
 
     def times(self, count: float) -> Cost:
-        return Cost(count * self.seconds, count * self.sent, count * self.memory)
+        return Cost(*(count * each for each in (self.seconds, self.sent, self.memory, self.backward, self.behind)))
 
 
 @dataclass(frozen=True)
@@ -161,9 +171,11 @@ def change_seconds(mesh: GraphMesh, change: Change) -> float:
 
 
 @lru_cache(500_000)
-def resharding(mesh: GraphMesh, shape: tuple[int, ...], nbytes: float, given: Both, wanted: Both, graded: bool) -> Cost:
+def resharding(
+    mesh: GraphMesh, shape: tuple[int, ...], nbytes: float, given: Both, wanted: Both, graded: bool, late: bool = False
+) -> Cost:
     """Returns what an edge costs: the tensor forward, its gradient backward if it has one, and the copy that is kept
-    if the tensor had to be communicated."""
+    if the tensor had to be communicated. A `late` gradient is not needed before the end of the backward pass."""
     forward = path(mesh, shape, nbytes, given[0], wanted[0])
     backward = path(mesh, shape, nbytes, wanted[1], given[1]) if graded and wanted[1] else ()
     every = [change for change in (*forward, *backward) if change.collective]
@@ -171,6 +183,8 @@ def resharding(mesh: GraphMesh, shape: tuple[int, ...], nbytes: float, given: Bo
         sum(change_seconds(mesh, change) for change in every),
         sum(sent_bytes(one.collective, one.payload, mesh.sizes[one.axis]) for one in every if one.collective),
         local_bytes(nbytes, wanted[0], mesh.sizes) if any(change.collective for change in forward) else 0.0,
+        0.0,
+        change_seconds(mesh, backward[-1]) if late and backward else 0.0,
     )
 
 
@@ -229,11 +243,15 @@ def _cost(graph: OperatorGraph, each: GraphOperator, mesh: GraphMesh, parts: dic
     graded = each.name in graph.differentiated
     if each.kind == "view":
         return Cost()
+    forward, backward = compute_seconds(graph, each, mesh, parts)
     # A partial sum is not kept: what it is reduced to is, where it is used.
-    return Cost(compute_seconds(graph, each, mesh, parts), 0.0, here if graded and "P" not in output else 0.0)
+    return Cost(forward + backward, 0.0, here if graded and "P" not in output else 0.0, backward)
 
 
-def compute_seconds(graph: OperatorGraph, each: GraphOperator, mesh: GraphMesh, parts: Mapping[str, int] = {}) -> float:
+def compute_seconds(
+    graph: OperatorGraph, each: GraphOperator, mesh: GraphMesh, parts: Mapping[str, int] = {}
+) -> tuple[float, float]:
+    """Returns the seconds of an operator's part in the forward and in the backward pass."""
     device = mesh.cluster.accelerator
     kind = "bf16" if each.dtype in ("bf16", "fp16") else "fp32"
     gradients = sum(name in graph.differentiated for name in each.inputs)
@@ -246,12 +264,12 @@ def compute_seconds(graph: OperatorGraph, each: GraphOperator, mesh: GraphMesh, 
             prod(sizes[letter] for letter in letters)
             for letters in (first & out - second, second & out - first, first & second - out, first & second & out)
         )
-        found = product_seconds(device, kind, m, n, k, count)
+        forward, found = product_seconds(device, kind, m, n, k, count), 0.0
         if graph.by_name[each.inputs[0]].name in graph.differentiated:
             found += product_seconds(device, kind, m, k, n, count)
         if graph.by_name[each.inputs[1]].name in graph.differentiated:
             found += product_seconds(device, kind, k, n, m, count)
-        return found
+        return forward, found
     moved = each.moved
     if moved is None:
         moved = 0.0
@@ -261,7 +279,7 @@ def compute_seconds(graph: OperatorGraph, each: GraphOperator, mesh: GraphMesh, 
     else:
         moved /= prod(parts.values())
     once = max(stream_seconds(device, moved, 1), (each.flops or 0.0) / prod(parts.values()) / rate(device, kind))
-    return once * (1 + min(gradients, 2))
+    return once, once * min(gradients, 2)
 
 
 def is_product(each: GraphOperator) -> bool:

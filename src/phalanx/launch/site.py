@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal
 import yaml
 
 from phalanx.bounded import read_text
+from phalanx.config import yaml_file
 from phalanx.config.clusters import default_path
 from phalanx.config.constraints import Interval, Matches, Printable
 from phalanx.config.typed import TypedError, read_as
@@ -173,11 +174,8 @@ def parse(text: str, name: str) -> Site:
             if depth > 2 or isinstance(event, yaml.AliasEvent):
                 raise JobError(f"{name}:{event.start_mark.line + 1}: a site has plain values and lists of them only")
         root = yaml.compose(text, Loader=LOADER)
-    except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark or error.context_mark
-        raise JobError(f"{name}:{mark.line + 1 if mark else 1}: not valid YAML: {error.problem}") from None
     except yaml.YAMLError as error:
-        raise JobError(f"{name}: not valid YAML: {error}") from None
+        raise JobError(yaml_file.parse(text, name)[1] or f"{name}: not valid YAML: {error}") from None
     if not isinstance(root, yaml.MappingNode):
         raise JobError(f"{name}: a site is a mapping of fields, such as `name: polaris`")
     problems: list[str] = []

@@ -437,14 +437,8 @@ class PipeDream(Pipeline):
         device: torch.device,
     ):
         super().__init__(replica, stages, p2p_groups, deferred, token_parts, device)
-        ranks, micro_batches = self.schedule.ranks, self.schedule.micro_batches // self.schedule.steps
-        self.micro_batches = micro_batches
-        """Micro-batches per batch."""
-        fill, steady, drain = _split_by_batch(pipedream(ranks, micro_batches, 3), stages.rank)
-        (alone,) = _split_by_batch(pipedream(ranks, micro_batches, 1), stages.rank)
-        self.batch_actions = {(True, True): fill, (False, True): steady, (False, False): drain, (True, False): alone}
-        """The actions up to the current batch's last micro-batch, by whether the batch is the first of its run, and
-        whether another one follows."""
+        self.micro_batches = 0
+        """Micro-batches per batch of the current run."""
         self.weights = [shard.value for shard in replica.shards if not shard.frozen]
         self.versions = [[w.data for w in self.weights], [w.data.clone() for w in self.weights]]
         self.execution: Execution | None = None
@@ -461,6 +455,8 @@ class PipeDream(Pipeline):
         """Runs until the current batch has finished its backward passes, and with `more` starts the next one. Returns
         the batch's loss where the last stage is here. Afterwards the parameter shards have its gradients."""
         if self.execution is None:
+            if len(micros) != self.micro_batches:
+                self._prepare(len(micros))
             self.mailbox = StreamMailbox(self, micros[0])
             self.execution = Execution(self, self.mailbox, {}, micros[0].tokens.device, factor)
         execution, mailbox, first = self.execution, self.mailbox, self.batch * self.micro_batches
@@ -484,6 +480,15 @@ class PipeDream(Pipeline):
             mailbox.settle()
             self.execution, self.batch = None, 0
         return execution.loss
+
+    def _prepare(self, micro_batches: int) -> None:
+        """Plans runs of batches of so many micro-batches."""
+        ranks, rank, self.micro_batches = self.schedule.ranks, self.stages.rank, micro_batches
+        fill, steady, drain = _split_by_batch(pipedream(ranks, micro_batches, 3), rank)
+        (alone,) = _split_by_batch(pipedream(ranks, micro_batches, 1), rank)
+        self.batch_actions = {(True, True): fill, (False, True): steady, (False, False): drain, (True, False): alone}
+        """The actions up to the current batch's last micro-batch, by whether the batch is the first of its run, and
+        whether another one follows."""
 
     @torch.no_grad()
     def write(self, batch: int, values: Sequence[Tensor]) -> None:

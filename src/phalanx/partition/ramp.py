@@ -40,6 +40,10 @@ class Ramp:
         """Returns the phase of a step, from 0."""
         return self.phases[bisect_right(self.phases, step, key=lambda phase: phase.first) - 1]
 
+    def begins(self, step: int) -> bool:
+        """Returns whether a step, from 0, has another size than the one before."""
+        return 0 < step == self.at(step).first
+
     def samples(self, steps: int) -> int:
         """Returns the samples of model.seq_len tokens that so many steps of a run read."""
         phase = self.at(steps)

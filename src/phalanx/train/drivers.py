@@ -524,8 +524,8 @@ class ElasticDriver(SynchronousDriver):
 
 
 class StreamDriver(StepDriver):
-    """Keeps a pipeline filled from step to step and drains it only where the weights are needed: a step's result is
-    known one step later, and the last one's before a drain at once."""
+    """Keeps a pipeline filled from step to step and drains it only where the weights are needed, or at the end of a
+    ramp's phase: a step's result is known one step later, and the last one's before a drain at once."""
 
     def steps(self) -> Iterator[tuple[int, Step]]:
         runner = self.stepper.replica.runner
@@ -533,7 +533,8 @@ class StreamDriver(StepDriver):
         unflushed, newest = UnflushedSteps(self.stepper, runner), UNKNOWN
         for done in range(self.first, self.milestones.last):
             inputs = StepInputs(self.feed.take(), done, self.feed.tokens(done), self.lr(done), self.requests())
-            more = None if self.milestones.needs_weights(done + 1) else self.feed.peek
+            drains = self.milestones.needs_weights(done + 1) or self.feed.ramp.begins(done + 1)
+            more = None if drains else self.feed.peek
             for number, newest in unflushed.step(inputs, more):
                 self.record_step(number, newest)
             yield done + 1, newest

@@ -10,7 +10,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import torch
@@ -26,6 +25,7 @@ from phalanx.launch.watchdog.heartbeat import Phase
 from phalanx.parallel.mesh import Mesh, data_rank, place
 from phalanx.partition.ramp import Ramp
 from phalanx.train.metrics import Meter
+from phalanx.units import counted
 
 _POLL_S = 0.2
 _PATIENCE_S = 3.0  # for data that come after a request to stop: dropping a step is for storage that hangs
@@ -100,6 +100,41 @@ class DataReaders:
         return unpacked(message, like)
 
 
+_TRIED_STEPS = 2
+_LEAST_GAIN = 2.0  # messages delay a step; what each rank reads ahead for itself does not
+
+
+def readers_of(
+    job: Job, data: ShardData, ramp: Ramp, mesh: Mesh, device: torch.device, *, first_step: int, first_sample: int
+) -> tuple[DataReaders, str]:
+    """Returns the job's readers, and for `data.readers=auto` what was measured, in words: all ranks read later steps of
+    the run at the same time, and the slowest counts, so that all choose the same. A collective."""
+    layout = job.layout
+    if job.data.readers != "auto":
+        return DataReaders(job.data.readers, layout, mesh), ""
+    if layout.world == layout.data_ranks:
+        return DataReaders(0, layout, mesh), "every rank reads its own samples: no two need the same"
+    fewest = min(job.cluster.nodes, layout.data_ranks)
+    choices = {n: DataReaders(n, layout, mesh) for n in dict.fromkeys((0, layout.data_ranks, fewest, 1))}
+    took, unhurried = dict[int, float](), replace(job, data=replace(job.data, prefetch=0))
+    for number, readers in choices.items():
+        step = first_step + (1 + len(took)) * (1 + _TRIED_STEPS)
+        sample = first_sample + ramp.samples(step) - ramp.samples(first_step)
+        meter, slowest = Meter(0, 0.0, 0.0, 1), torch.zeros(1, device=device)
+        with Feed(unhurried, data, ramp, mesh, meter, first_step=step, first_sample=sample, readers=readers) as feed:
+            feed.take()  # opens files and connections
+            mesh.axis("world").all_reduce(slowest).wait()
+            meter.waited = 0.0
+            for _ in range(_TRIED_STEPS):
+                feed.take()
+        mesh.axis("world").all_reduce(slowest.fill_(meter.waited), torch.distributed.ReduceOp.MAX).wait()
+        took[number] = slowest.item() / _TRIED_STEPS
+    best = min(took, key=lambda number: took[number] * (1 if number else 1 / _LEAST_GAIN))
+    names = {number: counted(number, "reader") if number else "every rank" for number in took}
+    shown = ", ".join(f"{names[number]} {1e3 * each:.2f}" for number, each in took.items())
+    return choices[best], f"{names[best]}; reading and sending took, in ms per step: {shown}"
+
+
 class Feed:
     """This rank's micro-batches of a run that continues after `first_step` steps, from sample `first_sample` on.
 
@@ -120,7 +155,6 @@ class Feed:
         readers: DataReaders,
     ):
         self.job, self.data, self.ramp, self.mesh, self.meter = job, data, ramp, mesh, meter
-        self.batch = ramp.phases[-1].batch
         self.first_step, self.first_sample = first_step, first_sample
         self.steps_read, self.readers = first_step, readers
         self.streams: dict[int, Batches] = {}
@@ -221,19 +255,16 @@ class Feed:
 
         With R replicas, chunk c is the (c mod R)-th of the R equal parts of step c // R, counted from 0. Nothing is
         read ahead, since a chunk goes to whichever replica asks first."""
-        ranks = self.mesh.axis("shard")
-        first, samples = self._share(chunk)
-        with (
-            heartbeat.within(Phase.DATA),
-            self._open(first, samples, ranks.rank, ranks.size, prefetch=0) as batches,
-        ):
+        (step, replica), ranks = divmod(chunk, self.job.layout.independent_replicas), self.mesh.axis("shard")
+        with heartbeat.within(Phase.DATA), self._open(step, replica * ranks.size + ranks.rank, prefetch=0) as batches:
             return next(batches)
 
     def _share(self, chunk: int) -> tuple[int, int]:
         """Returns the first sample of a chunk, and the number of its samples."""
-        replicas = self.job.layout.independent_replicas
-        samples = self.batch.global_batch // replicas
-        return self.first_sample + (chunk - self.first_step * replicas) * samples, samples
+        step, replica = divmod(chunk, replicas := self.job.layout.independent_replicas)
+        whole = self.samples(step)
+        samples = len(whole) // replicas
+        return whole.start + replica * samples, samples
 
     def _tokens_of(self, step: int) -> int:
         """Returns the positions of the global batch of `step`, counted from 1, that are no padding."""
@@ -247,29 +278,25 @@ class Feed:
         """Returns the streams of steps that this rank reads, opened at the first call; none on a follower."""
         if not self.streams and self.readers.is_reader:
             self.streams = {
-                data: self._open(
-                    *(self.first_sample, self.batch.global_batch, data, self.mesh.data_ranks),
-                    members=self.members,
-                    prefetch=self.job.data.prefetch,
-                    replicas=self.job.layout.independent_replicas,
-                    ramp=self.ramp,
-                )
+                data: self._open(self.first_step, data, prefetch=self.job.data.prefetch)
                 for data in sorted({self.mesh.data_rank, *self.readers.followers})
             }
         return self.streams
 
-    def _open(self, first: int, samples: int, rank: int, ranks: int, *, prefetch: int, **more: Any) -> Batches:
-        """Opens the `rank`-th of `ranks` equal parts of `samples` samples per step, from sample `first` on; `more` are
-        arguments of `Batches`."""
+    def _open(self, step: int, data_rank: int, *, prefetch: int) -> Batches:
+        """Opens the steps of a data rank, from `step` on."""
+        whole = self.ramp.phases[-1].batch
         return Batches(
             self.data,
-            global_batch=samples,
-            micro_batch=self.batch.micro_batch,
-            rank=rank,
-            ranks=ranks,
+            global_batch=whole.global_batch,
+            micro_batch=whole.micro_batch,
+            rank=data_rank,
+            ranks=self.mesh.data_ranks,
             seed=self.job.train.seed,
-            first_sample=first,
+            first_sample=self.samples(step).start,
             prefetch=prefetch,
-            first_step=self.first_step,
-            **more,
+            replicas=self.job.layout.independent_replicas,
+            members=self.members,
+            ramp=self.ramp,
+            first_step=step,
         )

@@ -27,7 +27,7 @@ from phalanx.train.callbacks import Callback, Done, NotFiniteAdvice
 from phalanx.train.drivers import UNKNOWN, StepDriver, driver_of
 from phalanx.train.elastic import ElasticReplicas
 from phalanx.train.evaluate import Validator, refer, validate
-from phalanx.train.feed import DataReaders, Feed
+from phalanx.train.feed import Feed, readers_of
 from phalanx.train.guard import Guard, Rewind, guard_of
 from phalanx.train.metrics import ExpertLoads, Meter, Recorder
 from phalanx.train.profile.window import StepProfile
@@ -79,7 +79,13 @@ class Trainer:
             self.over = not self.replicas.enter(self.state)
         self.profile = StepProfile(self.stepper, self.directory, ranks.rank, self.state.step)
         self.first_step = self.state.step
-        self.readers = DataReaders(job.data.readers, job.layout, self.mesh)
+        self.readers, self.reading = readers_of(
+            *(job, self.train_data, self.ramp, self.mesh, device),
+            first_step=self.first_step,
+            first_sample=self.state.samples,
+        )
+        if self.reading:
+            log.info("data.readers=auto: %s", self.reading)
         self.per_node = max(1, job.layout.processes // job.cluster.nodes)
         self.peak = devices.peak_of(job, device, self.per_node)
 
@@ -235,6 +241,7 @@ class Trainer:
         layout, peak = self.job.layout, self.peak
         facts: dict[str, Any] = {"devices": layout.world, "device": self.device.type}
         facts |= {"vocab_size": self.state.vocab_size}
+        facts |= {"readers": self.reading} if self.reading else {}
         facts |= {"conversations": most} if (most := self.train_data.most_conversations) else {}
         facts |= {"sources": sources} if (sources := self.train_data.source_facts()) else {}
         facts |= {"peak_flops": peak.flops, "peak_source": peak.source, "peak_spread": peak.spread}

@@ -60,11 +60,12 @@ def rate(job: Job, step: int) -> float:
 
 
 def streamed(stepper: Stepper, pipeline: PipeDream, read: Read, steps: int) -> list[Step]:
-    """Takes steps through the pipeline, which is empty before and after, and returns them."""
-    stream, taken = UnflushedSteps(stepper, pipeline), list[Step]()
+    """Takes steps through the pipeline, which is empty before and after each size of a ramp, and returns them."""
+    stream, taken, ramp = UnflushedSteps(stepper, pipeline), list[Step](), ramp_of(stepper.job)
     for step in range(steps):
         batches, valid = read(step)
-        more = (lambda following=step + 1: read(following)[0]) if step < steps - 1 else None
+        drains = step == steps - 1 or ramp.begins(step + 1)
+        more = None if drains else (lambda following=step + 1: read(following)[0])
         inputs = StepInputs(batches, step, valid, rate(stepper.job, step))
         taken += [known for _, known in stream.step(inputs, more)]
     return taken
@@ -74,10 +75,10 @@ def delayed(stepper: Stepper, read: Read, steps: int) -> list[Step]:
     """Takes steps with equally stale gradients on one process, and returns them."""
     weights = [shard.value for shard in stepper.replica.shards]
     older = newest = _copies(weights)
-    taken = []
+    taken, ramp = [], ramp_of(stepper.job)
     for step in range(steps):
         batches, valid = read(step)
-        _put(weights, older)
+        _put(weights, newest if ramp.begins(step) else older)
         loss = stepper.gradients(batches, step, valid)
         _put(weights, newest)
         square, status, everywhere = stepper.status(loss)
@@ -307,14 +308,16 @@ def difference(found: Tensor, expected: Tensor, least_scale: float) -> float:
     return absolute / scale if (scale := max(float(expected.abs().max()), least_scale)) else absolute
 
 
-def micro_batches(job: Job, vocab_size: int, mesh: Mesh, step: int) -> tuple[list[MicroBatch], int]:
-    """Returns this rank's random micro-batches of a step, and the valid tokens of the whole batch."""
-    phase = ramp_of(job).at(step)
-    rows = phase.batch.global_batch
-    share = rows // mesh.data_ranks
-    train = replace(job.train, global_batch=rows)
+def micro_batches(
+    job: Job, vocab_size: int, mesh: Mesh, step: int, cut_as: Layout | None = None
+) -> tuple[list[MicroBatch], int]:
+    """Returns this rank's random micro-batches of a step, and the valid tokens of the whole batch. `cut_as`: with the
+    micro-batches of another layout."""
+    phase = ramp_of(replace(job, layout=cut_as or job.layout)).at(step)
+    rows, layout = phase.batch.global_batch, replace(job.layout, micro_batch=phase.batch.micro_batch)
+    share, train = rows // mesh.data_ranks, replace(job.train, global_batch=rows)
     mine = range(mesh.data_rank * share, (mesh.data_rank + 1) * share)
-    batches, counted = drawn(replace(job, train=train), vocab_size, rows, mine, step)
+    batches, counted = drawn(replace(job, train=train, layout=layout), vocab_size, rows, mine, step)
     return [micro.cut(phase.parts) for micro in batches], counted
 
 
@@ -423,10 +426,7 @@ def run_steps(
     if isinstance(runner, PipeDream):
         taken = streamed(stepper, runner, read, steps)
     elif stale and stashes(stale):
-        whole = batch.solve(job.train.global_batch, stale)
-        sizes = {"micro_batch": whole.micro_batch, "accumulation": whole.accumulation}
-        of_its_size = replace(job, layout=replace(job.layout, **sizes))
-        taken = stashed(stepper, partial(micro_batches, of_its_size, vocab_size, mesh), steps, stale, stepper.add)
+        taken = stashed(stepper, partial(read, cut_as=stale), steps, stale, stepper.add)
     elif stale:
         taken = delayed(stepper, read, steps)
     else:

@@ -1,29 +1,47 @@
 """Asynchronous SGD, local SGD and DiLoCo: equal to serial replays, and whole runs."""
 
+from __future__ import annotations
+
 import dataclasses
 import math
 import signal
 import time
+from pathlib import Path
+from typing import NamedTuple
+from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 
 from checkpoint.contents import require_same_bits
 from parallel.steps import micro_batches
 from phalanx.check.job import problems_of
+from phalanx.checkpoint.inventory import newest_valid
 from phalanx.config.cluster import Cluster
 from phalanx.config.job import Checkpoint, Data, Job, Optimizer, RunOptions, Train
 from phalanx.config.layout import Layout
 from phalanx.config.model import ModelConfig
+from phalanx.data.loader import MicroBatch
 from phalanx.errors import NotFiniteError, RunError, StoppedError
 from phalanx.launch.ranks import Ranks
 from phalanx.parallel import mesh as meshes
 from phalanx.parallel.parameter_shards import wholes
-from phalanx.train import loop
+from phalanx.train import drivers, loop
 from phalanx.train.drivers import Asynchronous, Update
 from phalanx.train.requests import NO_REQUESTS, Requests, StopRequest
 from phalanx.train.step import StepInputs, Stepper
 from train.runs import change, optimizer_of, rows, weights
+
+
+class Ramped(NamedTuple):
+    """What a run with ramps was made from."""
+
+    job: Job
+    vocab: int
+    chunks: list[list[MicroBatch]]
+    """Each replica's part of each step, in their order."""
+
 
 # Asynchronous SGD: whatever order the gradients came in, a serial replay of that order gives the same parameters.
 
@@ -101,11 +119,14 @@ def trained(ranks: Ranks, layout: Layout, slow: float = 0.0, stop_at: int = -1, 
     return done, requests.stop, updates, found, sent
 
 
-def replayed(layout: Layout, updates: list[Update]) -> dict[str, torch.Tensor]:
-    """One process that applies the same gradients in the same order, each from the version it was computed from."""
-    job = job_of(Layout(dp_replicate=layout.dp_replicate))
+def replayed(layout: Layout, updates: list[Update], ramped: Ramped | None = None) -> dict[str, torch.Tensor]:
+    """One process that applies the same gradients in the same order, each from the version it was computed from; those
+    of a `ramped` run with its chunks and its rate."""
+    job, vocab = job_of(Layout(dp_replicate=layout.dp_replicate)), VOCAB
+    if ramped:
+        job, vocab = ramped.job, ramped.vocab
     alone = dataclasses.replace(job, layout=Layout())
-    server, worker = (Stepper(alone, meshes.build(Layout(), "cpu"), CPU, VOCAB) for _ in range(2))
+    server, worker = (Stepper(alone, meshes.build(Layout(), "cpu"), CPU, vocab) for _ in range(2))
 
     def values():
         return [f.value.detach().clone() for f in server.replica.shards]
@@ -117,13 +138,15 @@ def replayed(layout: Layout, updates: list[Update]) -> dict[str, torch.Tensor]:
             for shard, value in zip(worker.replica.shards, versions[update.push.based_on], strict=True):
                 shard.value.copy_(value)
         step = update.push.chunk // layout.dp_replicate
-        loss = worker.gradients(read(job, update.push.chunk, 0), step, TOKENS)
-        assert update.push.loss == pytest.approx(loss.item() / TOKENS, rel=1e-9)
+        batches = ramped.chunks[update.push.chunk] if ramped else read(job, update.push.chunk, 0)
+        tokens = sum(micro.tokens.size for micro in batches)
+        loss = worker.gradients(batches, step, tokens)
+        assert update.push.loss == pytest.approx(loss.item() / tokens, rel=1e-9)
         for mine, theirs in zip(server.replica.shards, worker.replica.shards, strict=True):
             mine.gradient = theirs.gradient
         norm = server.optimizer.square_norm().sqrt()
         assert update.push.norm == pytest.approx(norm.item(), rel=1e-9)
-        server.optimizer.step(lr(step), norm)
+        server.optimizer.step(job.optimizer.lr if ramped else lr(step), norm)
         worker.replica.clear()
         versions.append(values())
     return {f.name: f.value.detach() for f in server.replica.shards}
@@ -222,18 +245,25 @@ def trained_locally(ranks: Ranks, layout: Layout, optimizer: str = "adamw") -> t
     return dict(wholes(shards, values, mesh, ranks.rank == 0)), sent
 
 
-def simulated(layout: Layout, optimizer: str = "adamw") -> dict[str, torch.Tensor]:
+def simulated(layout: Layout, optimizer: str = "adamw", ramped: Ramped | None = None) -> dict[str, torch.Tensor]:
     """The same by plain steppers of one process, a replica after the other, and sums written out."""
-    job = local_job(Layout(dp_replicate=layout.dp_replicate), optimizer)
+    job, vocab, count = local_job(Layout(dp_replicate=layout.dp_replicate), optimizer), VOCAB, LOCAL_STEPS
+    if ramped:
+        job, vocab, count = ramped.job, ramped.vocab, ramped.job.train.steps
     alone = dataclasses.replace(job, layout=Layout())
-    replicas = [Stepper(alone, meshes.build(Layout(), "cpu"), CPU, VOCAB) for _ in range(layout.dp_replicate)]
+    replicas = [Stepper(alone, meshes.build(Layout(), "cpu"), CPU, vocab) for _ in range(layout.dp_replicate)]
     anchor = {f.name: f.value.detach().clone() for f in replicas[0].replica.shards}
     momentum = {name: torch.zeros_like(value) for name, value in anchor.items()}
-    for step in range(LOCAL_STEPS):
+    for step in range(count):
         for number, stepper in enumerate(replicas):
-            batches, valid = micro_batches(job, step, number, VOCAB)
-            stepper.step(StepInputs(batches, step, valid // layout.dp_replicate, 1e-2))
-        if (step + 1) % EVERY and step + 1 < LOCAL_STEPS:
+            if ramped:
+                batches = ramped.chunks[step * layout.dp_replicate + number]
+                tokens = sum(micro.tokens.size for micro in batches)
+            else:
+                batches, valid = micro_batches(job, step, number, VOCAB)
+                tokens = valid // layout.dp_replicate
+            stepper.step(StepInputs(batches, step, tokens, job.optimizer.lr if ramped else 1e-2))
+        if (step + 1) % EVERY and step + 1 < count:
             continue
         for shards in zip(*(stepper.replica.shards for stepper in replicas), strict=True):
             name = shards[0].name
@@ -411,3 +441,62 @@ def test_what_does_not_go_together_is_refused_with_the_nearest_legal_choice(job,
 
 def test_the_layout_says_how_replicas_agree():
     assert Layout(dp_replicate=2, sync="diloco", sync_every=5).line() == "dp_replicate=2,sync=diloco,sync_every=5"
+
+
+# Ramps: every replica gets its equal part of a step of any size.
+
+SIZES = [4, 4, 8, 8, 12, 12]
+PARTS = [4, 2, 2, 2, 1, 1]
+
+
+def trained_over_ramps(ranks, job: Job) -> tuple[list[Update], Ramped]:
+    """Trains. Returns the updates of the parameter server, and each chunk read sample by sample."""
+    trainer, updates, count = loop.Trainer(job, ranks, CPU, StopRequest()), list[Update](), drivers.Arrivals.__call__
+
+    def kept(own: drivers.Arrivals, update: Update) -> None:
+        updates.append(update)
+        count(own, update)
+
+    with mock.patch.object(drivers.Arrivals, "__call__", kept):
+        trainer.run()
+    data, chunks, first, replicas = trainer.train_data, list[list[MicroBatch]](), 0, job.layout.dp_replicate
+    for size, parts in zip(SIZES, PARTS, strict=True):
+        for _ in range(replicas):
+            numbers = np.arange(first, first + size // replicas)
+            chunks.append([data.micro_batch(data.order(first, numbers.size, job.train.seed), numbers).cut(parts)])
+            first += numbers.size
+    return updates, Ramped(job, trainer.state.vocab_size, chunks)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout(dp_replicate=2, sync="local_sgd", sync_every=EVERY),
+        Layout(dp_replicate=2, dp_shard=2, zero=1, sync="diloco", sync_every=EVERY),
+        Layout(dp_replicate=2, sync="asp"),
+        Layout(dp_replicate=2, dp_shard=2, zero=3, sync="asp"),
+    ],
+    ids=Layout.line,
+)
+def test_replicas_apart_over_ramps_are_those_of_one_process(ranks, job, layout):
+    job = change(dataclasses.replace(job, layout=layout), "optimizer", warmup_steps=0, schedule="constant")
+    job = change(job, "model", bias=False)  # a key's has no gradient but rounding, which Adam would scale up
+    ramps = {"batch_ramp": "2*4+2*8", "seq_ramp": "1*4+3*8"}
+    job = change(job, "train", steps=6, global_batch=12, precision="fp64", **ramps)
+    assert problems_of(job) == []
+    updates, ramped = ranks(trained_over_ramps, layout.world, job)[0]
+    expected = replayed(layout, updates, ramped) if layout.sync == "asp" else simulated(layout, ramped=ramped)
+    found = weights(job)
+    assert len(updates) == (len(ramped.chunks) if layout.sync == "asp" else 0)
+    torch.testing.assert_close({name: found[name] for name in expected}, expected, rtol=1e-9, atol=1e-12)
+
+
+def test_a_run_with_a_parameter_server_stops_in_a_ramp_and_reads_each_sample_once(ranks, job):
+    job = change(dataclasses.replace(job, layout=Layout(dp_replicate=2, sync="asp")), "train", batch_ramp="4*4+8*6")
+    job = change(job, "train", steps=20)
+    with pytest.raises(StoppedError, match=r"stopped by a signal at step \d+ of 20"):
+        ranks(train, 2, job, 2)
+    ranks(train, 2, job)
+    state = newest_valid(Path(job.run.dir) / job.run.name / "checkpoints")
+    assert state is not None
+    assert state.meta["samples"] == 4 * 4 + 8 * 6 + 8 * 8
