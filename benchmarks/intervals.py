@@ -18,7 +18,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from math import exp, log
+from math import ceil, exp, floor, log
 from pathlib import Path
 
 import numpy as np
@@ -138,6 +138,12 @@ def narrowest(by_source: dict[str, list[float]], least: float = LEAST_INSIDE) ->
     return best
 
 
+def outwards(interval: tuple[float, float]) -> tuple[float, float]:
+    """Returns the factors of an interval of logarithms with three digits, which hold all that it holds."""
+    low, high = map(exp, interval)
+    return floor(1000 * low) / 1000, ceil(1000 * high) / 1000
+
+
 def fitted_intervals(found: Sequence[Residual]) -> Iterator[tuple[str, str, str, float, float, int, int]]:
     """Yields kind, fit, layout, factors and numbers of rows and sources of every class that has enough of them."""
     for experts in (False, True):
@@ -151,7 +157,7 @@ def fitted_intervals(found: Sequence[Residual]) -> Iterator[tuple[str, str, str,
                         rows[one.source].append(one.time)
                 if (interval := narrowest(rows, LEAST_INSIDE if given else LEAST_FILLED)) is None:
                     continue
-                low, high = (round(exp(end), 2) for end in interval)
+                low, high = outwards(interval)
                 names = "experts" if experts else "dense", "fitted" if fitted else "unfitted"
                 number = sum(map(len, rows.values()))
                 if given:
@@ -167,7 +173,7 @@ def written(found: Sequence[Residual]) -> str:
     for one in found:
         if one.memory is not None and not one.fitted and one.given:
             memory[one.source].append(one.memory)
-    low, high = (round(exp(end), 2) for end in narrowest(memory) or (0.0, 0.0))
+    low, high = outwards(narrowest(memory) or (0.0, 0.0))
     parameters, devices = max(one.parameters for one in found), max(one.devices for one in found)
     lines = [
         "# Written by benchmarks/intervals.py: measured over predicted, between which eight of ten published steps",
