@@ -119,7 +119,7 @@ def test_the_fastest_come_first_and_every_mesh_once() -> None:
 def test_a_layout_that_is_simulated_faster_than_predicted_is_found() -> None:
     plan = search(request("llama2-13b", "a100-pcie:2", 32))
     assert plan.best
-    assert plan.best[0].seconds < 0.97 * plan.best[0].prediction.step_time_s
+    assert plan.best[0].seconds < 0.99 * plan.best[0].prediction.step_time_s
 
 
 def test_of_equals_the_simpler_wins() -> None:

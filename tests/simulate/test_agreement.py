@@ -48,10 +48,8 @@ def test_they_agree_over_slow_links():
     """Links of 0.03 to 100 GB/s: of the slowest the bytes alone take longer than the computation."""
     names = sorted(name for name, schedule in SCHEDULES.items() if schedule.steps == 1 and not schedule.stashes)
     apart = differences(pipelines(random.Random(0), names, PIPELINES))
-    assert apart[PIPELINES // 2] < 0.01
-    assert apart[PIPELINES * 97 // 100] < 0.05
-    # Of ranks that differ, one is late in forward passes for its link and in backward passes for its work.
-    assert apart[-1] < 0.15
+    assert apart[PIPELINES // 2] < 0.005
+    assert apart[-1] < 0.05
 
 
 def test_they_agree_where_each_micro_batch_is_an_update():

@@ -6,7 +6,7 @@ Every formula takes numbers or arrays: the planner bounds many layouts at once w
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from math import log2
@@ -19,7 +19,7 @@ from phalanx.config.layout import Layout
 from phalanx.cost.spec import Framework
 from phalanx.partition.derived import is_file, schedule_of
 from phalanx.schedule import catalogue
-from phalanx.schedule.timing import time
+from phalanx.schedule.timing import run, time
 
 
 def larger(first: Any, second: Any) -> Any:
@@ -260,6 +260,45 @@ def idle(layout: Layout, micro_batches: int, forward: float = 0.25, weights: flo
         return _run(*shape, _legal(layout, micro_batches), *rest)
     least, most = (_run(*shape, _legal(layout, number), *rest) for number in (more - period, more))
     return most + (most - least) * (micro_batches - more) / period
+
+
+UNEVEN = 1.05
+"""Time of the slowest rank over the others' mean from which a schedule's program is run with the time of each stage, if
+it splits backward passes (a slow rank hides their bubbles), or over slow links."""
+
+
+def is_uneven(schedule: str, slowest: Any, others: Any) -> Any:
+    """Returns whether `uneven_seconds` counts for ranks of so many seconds: a truth value, or one for each element."""
+    entry = catalogue.SCHEDULES.get(schedule)
+    return (slowest > UNEVEN * others) & (entry is not None and entry.splits)
+
+
+def uneven_seconds(
+    layout: Layout, micro_batches: int, stages: Sequence[tuple[float, float, float]], slowest: float, hops: Hops = FREE
+) -> float:
+    """Returns the seconds in which a schedule is run whose `stages` need so many seconds for a micro-batch: forward,
+    backward, and gradients of weights; the slowest rank needs `slowest` for all of its own. Messages take the seconds
+    of `hops`."""
+
+    def seconds(number: int) -> float:
+        schedule = schedule_of(layout, _legal(layout, number))
+        forward, backward, weights = (
+            tuple(one / schedule.slices for one in each) for each in zip(*stages, strict=True)
+        )
+        inputs = tuple(both - one for both, one in zip(backward, weights, strict=True))
+        costs = {"F": forward, "B": backward, "I": inputs, "W": weights}
+        messages = {pair: hops.between(*pair) / schedule.slices for pair in schedule.pairs} if hops != FREE else None
+        starts = run(schedule, (costs,) * schedule.ranks, messages, blocking=hops.blocks).starts
+        last = ((began[-1], program[-1]) for began, program in zip(starts, schedule.programs, strict=True))
+        return max(began + costs[action.kind][action.stage] for began, action in last) / schedule.steps
+
+    period = 2 * layout.pp
+    more = period + period + micro_batches % period
+    if micro_batches <= more or (hops != FREE and micro_batches <= MOST_RUN):
+        return seconds(micro_batches)
+    # The first micro-batches in flight may hide which rank is slowest.
+    most = seconds(more)
+    return most + max((most - seconds(more - period)) / period, slowest) * (micro_batches - more)
 
 
 def _legal(layout: Layout, micro_batches: int) -> int:

@@ -20,9 +20,20 @@ from phalanx.blocks.sparse import flops_beyond
 from phalanx.config.layout import Layout
 from phalanx.config.model import ModelConfig
 from phalanx.cost.communication import boundary_seconds, group
-from phalanx.cost.exposed import ComposedStep, Hops, compose, geometric, idle, on_grid
+from phalanx.cost.exposed import (
+    FREE,
+    UNEVEN,
+    ComposedStep,
+    Hops,
+    compose,
+    geometric,
+    idle,
+    is_uneven,
+    on_grid,
+    uneven_seconds,
+)
 from phalanx.cost.generation_time import RolloutTime, generation
-from phalanx.cost.held import contents
+from phalanx.cost.held import content_of, contents, placed
 from phalanx.cost.intervals import memory_factors, sureness, time_factors
 from phalanx.cost.kernels import peak_flops
 from phalanx.cost.rank_memory import RankMemory, step_memory
@@ -38,7 +49,7 @@ from phalanx.cost.step_state import (
     synchronization_seconds,
 )
 from phalanx.notebook import ShownInNotebooks
-from phalanx.partition.derived import Tier, gathers_parameters, modes, written
+from phalanx.partition.derived import Tier, gathers_parameters, is_file, modes, written
 from phalanx.schedule import catalogue
 from phalanx.schedule.timing import bubble_fraction
 
@@ -258,11 +269,15 @@ def step_parts(spec: StepSpec) -> Parts:
     fetched = 2 * fetch_seconds(spec, *held.sent(layout, "parameter")) / max(1, content.blocks)
     host = offloaded_work(spec, held, slowest.backward_seconds, optimizer)
     bidirectional = min(content.share for content in ranks) < 1
+    bubble = float(step.others) * idle(layout, m, on_grid(step.forward), on_grid(step.weights))
+    between = _between_stages(spec, step)
+    if layout.pp > 1 and float(step.passes) / m > UNEVEN * float(step.others):
+        bubble, between = _uneven(spec, step, bubble, between)
     exposed = {
         "tp": m * slowest.tp,
         "cp": m * slowest.cp,
         "ep": m * slowest.ep,
-        "pp": _between_stages(spec, step) + (duplicated_stages_seconds(spec, held) if bidirectional else 0.0),
+        "pp": between + (duplicated_stages_seconds(spec, held) if bidirectional else 0.0),
         "dp_shard" if layout.shard_ranks > 1 else "dp_replicate": m * slowest.shard + float(step.state),
     }
     made = generation(spec)
@@ -273,7 +288,7 @@ def step_parts(spec: StepSpec) -> Parts:
         recompute=m * slowest.recompute,
         host=m * slowest.host,
         exposed={axis: spent for axis, spent in exposed.items() if spent},
-        bubble=float(step.others) * idle(layout, m, on_grid(step.forward), on_grid(step.weights)),
+        bubble=bubble,
         optimizer=optimizer,
         copies=(sum(host.late) if host else 0.0) + fetched + m * slowest.copies,
         files=host.late_files if host else 0.0,
@@ -294,20 +309,53 @@ def _between_stages(spec: StepSpec, step: ComposedStep) -> float:
     layout, m = spec.layout, spec.batch.accumulation
     if layout.pp == 1:
         return 0.0
-    joined, stride = spec.cluster.joined, group(layout, "pp").stride
-    together = max(1, joined // stride)
-    near = boundary_seconds(spec, 0, 1) if together > 1 else 0.0
-    far = boundary_seconds(spec, together - 1, together) if together < layout.pp else 0.0
     mean = (float(step.passes) / m + float(step.others) * (layout.pp - 1)) / layout.pp
-    chunks = catalogue.chunks_of(layout.schedule, layout.pp_chunks)
-    if 2 * (m * chunks + layout.pp) * max(near, far) < NEGLIGIBLE * m * mean:
+    if (seconds := _slow_hops(spec, mean)) is None:
         return float(step.boundaries)
-    hops = Hops(geometric(near / mean), geometric(far / mean), together, not spec.framework.pp_overlaps)
+    near, far = seconds.near, seconds.far
+    hops = seconds._replace(near=geometric(near / mean), far=geometric(far / mean))
     shares = on_grid(step.forward), on_grid(step.weights)
     without = float(step.passes) + idle(layout, m, *shares) * float(step.others)
     # Ranks that are slower than the mean hide messages.
     windows = (m + idle(layout, m, *shares, hops)) * mean
     return max(float(step.boundaries), max(windows, m * max(near, far)) - without)
+
+
+def _slow_hops(spec: StepSpec, mean: float) -> Hops | None:
+    """Returns the seconds of messages between stages; None where they are negligible beside a rank's `mean` seconds
+    for a micro-batch."""
+    layout, m = spec.layout, spec.batch.accumulation
+    together = max(1, spec.cluster.joined // group(layout, "pp").stride)
+    near = boundary_seconds(spec, 0, 1) if together > 1 else 0.0
+    far = boundary_seconds(spec, together - 1, together) if together < layout.pp else 0.0
+    chunks = catalogue.chunks_of(layout.schedule, layout.pp_chunks)
+    if 2 * (m * chunks + layout.pp) * max(near, far) < NEGLIGIBLE * m * mean:
+        return None
+    return Hops(near, far, together, not spec.framework.pp_overlaps)
+
+
+SLOW = 0.25
+"""Time of a message over a stage's from which programs of all schedules are run with the time of each rank."""
+
+
+def _uneven(spec: StepSpec, step: ComposedStep, bubble: float, between: float) -> tuple[float, float]:
+    """Returns idle seconds of the busiest of ranks that differ, and those of messages besides, from those of equal
+    ranks: closed forms of schedules with whole backward passes hold for these, too."""
+    layout, m, slowest = spec.layout, spec.batch.accumulation, float(step.passes) / spec.batch.accumulation
+    stages = placed(spec)[0]
+    every = [content_of(spec, stages, [stage]) for stage in range(len(stages))]
+    times = {content: rank_time(spec, content) for content in set(every)}
+    passes = [(one.forward_seconds, one.backward_seconds, one.weights) for one in map(times.__getitem__, every)]
+    mean = sum(forward + backward for forward, backward, _ in passes) / layout.pp
+    hops = _slow_hops(spec, mean) or FREE
+    if is_uneven(layout.schedule, slowest, float(step.others)):
+        free = uneven_seconds(layout, m, passes, slowest)
+        bubble = max(0.0, free - float(step.passes))
+        sent = uneven_seconds(layout, m, passes, slowest, hops) - free if hops != FREE else 0.0
+        return bubble, max(float(step.boundaries), sent)
+    if not is_file(layout.schedule) and max(hops.near, hops.far) * len(stages) > SLOW * mean * layout.pp:
+        between = max(between, uneven_seconds(layout, m, passes, slowest, hops) - bubble - float(step.passes))
+    return bubble, between
 
 
 def _hop(spec: StepSpec) -> float:

@@ -23,6 +23,7 @@ from phalanx.cost.exposed import (
     block_state,
     compose,
     idle,
+    is_uneven,
     pass_seconds,
 )
 from phalanx.cost.held import expert_ranks
@@ -185,7 +186,7 @@ class StepSeconds:
         if STATES[state].zero < 3 and exactly is None:
             return self._plain_seconds + self._optimizer(state)
         step = self._step(state) if STATES[state].zero == 3 else self._plain
-        return step.seconds(self._idle(step, exactly)) + self._optimizer(state)
+        return step.seconds(self._waiting(step, exactly)) + self._optimizer(state)
 
     @cached_property
     def _plain(self) -> ComposedStep:
@@ -194,7 +195,12 @@ class StepSeconds:
 
     @cached_property
     def _plain_seconds(self) -> Floats:
-        return self._plain.seconds(self._idle(self._plain, None))
+        return self._plain.seconds(self._waiting(self._plain, None))
+
+    def _waiting(self, step: ComposedStep, exactly: NDArray[Any] | None) -> Floats:
+        """Returns a lower bound on the idle time; 0 where the program is run with ranks that differ."""
+        uneven = is_uneven(self.group.scheduled[0], step.passes / self.m, step.others)
+        return np.where(uneven, 0.0, self._idle(step, exactly))
 
     def _step(self, state: int) -> ComposedStep:
         """Returns the step with the costs of the tables: latencies of all-reduces are off."""
@@ -371,6 +377,7 @@ class Bounds:
                     continue
                 idle = self._idle(some, pp, scheduled, forward)
                 slowest, others = self._passes(pp, scheduled)[:, :, inner]
+                idle = np.where(is_uneven(self.space.schedules[scheduled][0], slowest, others), 0.0, idle)
                 seconds = m * slowest + idle * others
                 seconds = np.maximum(seconds, self.link[some]) * (1 - ROUNDING)
                 time[members, :, scheduled] = seconds.T
