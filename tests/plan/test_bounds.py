@@ -38,6 +38,12 @@ def test_bounds_hold_for_every_schedule(name: str) -> None:
     assert compare(one, random.Random(name)) >= (1 if alone else 10)
 
 
+@pytest.mark.parametrize("sync", ["asp", "local_sgd", "diloco"])
+def test_bounds_hold_for_every_synchronisation(sync: str) -> None:
+    """Replicas that train by themselves do not sum their gradients in a step."""
+    assert compare(request("llama3-8b", "dgx-h100:2", 64, sync=sync, cp=1), random.Random(sync)) >= 10
+
+
 @pytest.mark.parametrize("fixed", [{}, {"quantise_weights": "int8", "quantise_gradients": "int4"}])
 def test_bounds_hold_with_a_second_copy(fixed: dict[str, str]) -> None:
     one = request("llama3-8b", "dgx-h100:4", 64, hpz=8, cp=1, **fixed)

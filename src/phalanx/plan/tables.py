@@ -310,7 +310,7 @@ class Tables:
         base = self.space.base
         widths = wire_widths(base, request.framework, request.products, request.width, request.model)
         for tp, shard, replicate, ep, etp in self.outer.tolist():
-            layout = Layout(tp=tp, dp_shard=shard, dp_replicate=replicate, ep=ep, etp=etp, hpz=base.hpz)
+            layout = Layout(tp=tp, dp_shard=shard, dp_replicate=replicate, ep=ep, etp=etp, hpz=base.hpz, sync=base.sync)
             codes = conversion_seconds(
                 request.cluster.accelerator, replace(base, dp_shard=shard, dp_replicate=replicate, cp=1)
             )
