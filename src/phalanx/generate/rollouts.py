@@ -486,4 +486,4 @@ class CompletionFeed(Feed):
 
     def tokens(self, done: int) -> int:
         """Returns the number of completions, whose mean the loss is."""
-        return self.batch.global_batch
+        return self.ramp.phases[-1].batch.global_batch
