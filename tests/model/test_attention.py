@@ -8,7 +8,6 @@ from functools import partial
 
 import pytest
 import torch
-import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
@@ -543,12 +542,26 @@ def test_unequal_widths_equal_attention_by_whole_scores(width: int) -> None:
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-11)
 
 
+def multiply_heads(out: Tensor, a: Tensor, b: Tensor, *, add: bool = False) -> None:
+    """Computes Scoring.multiply by torch."""
+    most = max(len(a), len(b))
+    for head in range(most):
+        result, x, y = (each[head * len(each) // most] for each in (out, a, b))
+        result.copy_(result + x @ y if add else x @ y)
+
+
 @pytest.mark.parametrize("kv_heads", [4, 2, 1])
 @pytest.mark.parametrize("kind", ["causal", "whole", "mask", "mask of each head"])
-def test_products_head_by_head_are_attention(monkeypatch, kv_heads, kind):
+@pytest.mark.parametrize("scores", [1, 200, 10**6])
+def test_products_head_by_head_are_attention(monkeypatch, kv_heads, kind, scores):
     """As oneDNN does, in float64: runs that do not divide the tokens, and a query that sees nothing."""
-    monkeypatch.setattr(attention_blocks, "LEAST_PRODUCTS", (0, 0))
-    monkeypatch.setattr(attention_blocks, "PRODUCT_RUN", 5)
+    for name, value in {
+        "LEAST_PRODUCTS": (0, 0),
+        "PRODUCT_UNIT": 1,
+        "PRODUCT_RUN": 5,
+        "PRODUCT_SCORES": scores,
+    }.items():
+        monkeypatch.setattr(attention_blocks, name, value)
     torch.manual_seed(kv_heads)
     tokens, keys = 13, 13 if kind == "causal" else 17
     q = torch.randn(2, tokens, 4, 6, dtype=torch.float64).transpose(1, 2)
@@ -559,8 +572,8 @@ def test_products_head_by_head_are_attention(monkeypatch, kv_heads, kind):
     mask[:, :, 2] = False
     seen = Seen(causal=kind == "causal", mask=mask if kind.startswith("mask") else None)
     expected = attend(q, k, v, seen)
-    found = attend(q, k, v, seen, Scoring(multiply=F.linear))
+    found = attend(q, k, v, seen, Scoring(multiply=multiply_heads))
     of_inputs = gradients(gradient, q, k, v, *expected, seen)
-    found += gradients(gradient, q, k, v, *expected, seen, Scoring(multiply=F.linear))
+    found += gradients(gradient, q, k, v, *expected, seen, Scoring(multiply=multiply_heads))
     for each, other in zip((*expected, *of_inputs), found, strict=True):
         torch.testing.assert_close(other, each, rtol=1e-12, atol=1e-12)

@@ -22,6 +22,7 @@ from phalanx.config.model import ModelConfig, MoE
 from phalanx.config.precision import Fp8Scaling
 from phalanx.data.loader import MicroBatch
 from phalanx.errors import JobError
+from phalanx.model.attention_blocks import Scoring, Seen, attend, gradients
 from phalanx.model.layers import Linear
 from phalanx.model.moe import GroupedProduct
 from phalanx.model.seeding import initialise
@@ -31,6 +32,7 @@ from phalanx.parallel.linear import (
     DeferredWeightGrads,
     OwnProduct,
     Product,
+    _small_products,
     defer_weight_grads,
     gradient_of_input,
     gradient_of_weight,
@@ -420,6 +422,20 @@ def test_a_model_gives_the_same_logits_and_gradients(tied):
         results.append([logits, *(p.grad for p in model.parameters())])
     for a, b in zip(*results, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+def test_attention_by_small_products_is_torch_s():
+    multiply = _small_products()
+    if multiply is None:
+        pytest.skip("this torch has no kernel for small products")
+    generator, seen, own = torch.Generator().manual_seed(1), Seen(causal=True), Scoring(multiply=multiply)
+    q, k, v, given = (torch.randn(2, 256, n, 32, generator=generator).transpose(1, 2) for n in (4, 2, 2, 4))
+    assert own.by_products(q, k)
+    assert not own.by_products(q[:, :, :65], k)
+    expected = attend(q, k, v, seen)
+    found = (*attend(q, k, v, seen, own), *gradients(given, q, k, v, *expected, seen, own))
+    for a, b in zip((*expected, *gradients(given, q, k, v, *expected, seen)), found, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
 
 
 def test_only_fp32_on_a_cpu():

@@ -4,11 +4,10 @@ Next to its output a block gives the log-sum-exp of every query's scores. From t
 attention over all their keys gives (Milakov and Gimelshein 2018; Liu et al. 2023, ring attention), and given the output
 and the log-sum-exp over all keys, a block's gradients follow from its own keys alone (Dao et al. 2022, section B.2).
 
-Four back ends: torch's fused kernel for the CPU, products head by head there where a layout gives a faster one
-(oneDNN's), flash attention on CUDA, and products and a softmax step by step for what these cannot do: dropout, capped
-scores, masks on CUDA, wide numbers there. Documents that flash attention gets
-as runs of tokens need no mask, nor does a window. Attention without any of these is torch's own function's, whose
-kernels `kernel_order` ranks.
+Four back ends: torch's fused kernel for the CPU, products there where a layout gives faster ones (oneDNN's), flash
+attention on CUDA, and products and a softmax step by step for what these cannot do: dropout, capped scores, masks on
+CUDA, wide numbers there. Documents that flash attention gets as runs of tokens need no mask, nor does a window.
+Attention without any of these is torch's own function's, whose kernels `kernel_order` ranks.
 
 Shapes: batch, heads, queries, keys; kv_heads divides heads.
 """
@@ -16,11 +15,12 @@ Shapes: batch, heads, queries, keys; kv_heads divides heads.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from inspect import signature
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -32,11 +32,13 @@ from phalanx.blocks.attention import MOST_CAPPED_SCORES, MOST_SCORES
 from phalanx.model.documents import Documents, PackedDocuments
 
 _aten = torch.ops.aten
-LEAST_PRODUCTS = 512 * 512, 64
+LEAST_PRODUCTS, PRODUCT_UNIT = (256 * 256, 32), 64
 """Fewest pairs of a query and a key per head, and the narrowest heads, that are worth calls of their own for each head:
-below them torch's fused kernel is as fast (measured on an EPYC of the fifth generation)."""
-PRODUCT_RUN = 256
-"""Queries or keys of a product: their scores remain in the cache of a core."""
+below them torch's fused kernel is as fast (measured on an EPYC of the fifth generation). And what numbers of queries
+and of keys must be multiples of: code is compiled, and kept, for each number, so it must recur."""
+PRODUCT_RUN, PRODUCT_SCORES = 128, 2**18
+"""Queries or keys of a product, and most scores, of several heads, that are computed at once: so they remain in the
+cache of a core."""
 LOG2E = 1 / math.log(2)
 """Scores are multiplied by it: torch's exp2 is up to ten times faster on a CPU than its exp."""
 
@@ -74,9 +76,10 @@ class Scoring:
     """Multiplies it; 0 means head_size ** -0.5."""
     softcap: float = 0.0
     """Then a score s becomes c tanh(s / c) with this c; 0 leaves it."""
-    multiply: Callable[..., Tensor] | None = None
-    """Computes a weightᵀ + bias, (a, weight, bias=None) of contiguous rows, faster than torch's fused kernel for the
-    CPU does."""
+    multiply: Callable[..., None] | None = None
+    """Called with (out, a, b), writes a b to `out`, or with `add` adds it: (heads, n, m) by (heads, m, l) to (heads, n,
+    l), where several successive ones may meet the same of fewer heads. It is faster than the products of torch's fused
+    kernel for the CPU, and compiles code for each shape."""
 
     def by_products(self, q: Tensor, k: Tensor) -> bool:
         """Returns whether `multiply` computes it, head by head. A rehearsal counts the fused kernel, which saves the
@@ -84,7 +87,8 @@ class Scoring:
         if self.multiply is None or self.softcap or type(q) is not Tensor:
             return False
         pairs, size = LEAST_PRODUCTS
-        return q.shape[2] * k.shape[2] >= pairs and q.shape[-1] >= size
+        recur = not q.shape[2] % PRODUCT_UNIT and not k.shape[2] % PRODUCT_UNIT
+        return recur and q.shape[2] * k.shape[2] >= pairs and q.shape[-1] >= size
 
     def scale_of(self, q: Tensor) -> float:
         """Returns the factor for queries `q` (..., head_size)."""
@@ -237,88 +241,97 @@ def _cpu_backward(
 
 
 def _products_forward(q: Tensor, k: Tensor, v: Tensor, seen: Seen, scoring: Scoring) -> tuple[Tensor, Tensor]:
-    """Computes `attend`: the heads that read the same keys together, a run of queries at a time, of which with a causal
-    mask each sees the keys up to its end."""
+    """Computes `attend`: some heads at a time, and a run of queries, of which with a causal mask each sees the keys up
+    to its end."""
     assert scoring.multiply is not None
-    (batch, heads, queries, size), scale = q.shape, scoring.scale_of(q) * LOG2E
+    batch, heads, queries, _ = q.shape
     # In memory as the projection after it reads it: token by token.
     o = q.new_empty(batch, queries, heads, v.shape[-1]).transpose(1, 2)
-    lse = q.new_empty(batch, heads, queries)
-    unseen = q.new_full((PRODUCT_RUN, PRODUCT_RUN), -math.inf).triu_(1)[None]
-    masks = None if seen.mask is None else bias(seen.mask, q.dtype).expand(batch, -1, -1, -1)
-    for sequence, head, group in _groups(q, k):
-        keys, values = k[sequence, head].contiguous(), v[sequence, head].contiguous()
+    lse = q.new_empty(batch, heads, queries, 1)
+    unseen = q.new_full((PRODUCT_RUN, PRODUCT_RUN), -math.inf).triu_(1)
+    for query, key, value, out, sums, mask in zip(q, k, v, o, lse, _masks(seen, q), strict=True):
+        turned = _turned(key).mul_(scoring.scale_of(q) * LOG2E)
         for rows in _product_runs(queries):
-            last, length = rows.stop if seen.causal else len(keys), rows.stop - rows.start
-            query = (q[sequence, group, rows] * scale).reshape(-1, size).contiguous()
-            scores = scoring.multiply(query, keys[:last])
-            by_head = scores.view(-1, length, last)
-            if masks is not None:
-                by_head += _of_heads(masks[sequence], group)[:, rows]
-            elif seen.causal:
-                by_head[..., rows.start :] += unseen[:, :length, :length]
-            best = scores.amax(dim=-1, keepdim=True)
-            if masks is not None:  # some queries may see nothing
-                best.masked_fill_(best == -math.inf, 0.0)
-            sums = scores.sub_(best).exp2_().sum(dim=-1, keepdim=True)
-            out = scoring.multiply(scores, values[:last].t()).div_(sums.clamp(min=1))  # the best key adds 1
-            o[sequence, group, rows] = out.view(-1, length, out.shape[-1])
-            lse[sequence, group, rows] = best.add_(sums.log2_()).div_(LOG2E).view(-1, length)
-    return o, lse
+            last, length = rows.stop if seen.causal else key.shape[1], rows.stop - rows.start
+            for group, read in _groups(heads, len(key), length * last):
+                scores = q.new_empty(group.stop - group.start, length, last)
+                scoring.multiply(scores, query[group, rows], turned[read, :, :last])
+                if mask is not None:
+                    scores += mask[group, rows]
+                elif seen.causal:
+                    scores[..., rows.start :] += unseen[:length, :length]
+                best = scores.amax(dim=-1, keepdim=True)
+                if mask is not None:  # some queries may see nothing
+                    best.masked_fill_(best == -math.inf, 0.0)
+                total = scores.sub_(best).exp2_().sum(dim=-1, keepdim=True)
+                of_rows = out[group, rows]
+                scoring.multiply(of_rows, scores, value[read, :last])
+                of_rows /= total.clamp(min=1)  # the best key adds 1
+                sums[group, rows] = best.add_(total.log2_()).div_(LOG2E)
+    return o, lse[..., 0]
 
 
 def _products_backward(
     gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, seen: Seen, scoring: Scoring
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Computes `gradients`, a run of keys at a time, all scores as (keys, queries): so a product subtracts what belongs
-    to a query as its bias, and its results enter the next ones without a transposing copy."""
+    """Computes `gradients`, some heads and a run of keys at a time, all scores as (keys, queries), so that they enter
+    the next products as they are."""
     assert scoring.multiply is not None
-    batch, size, scale, multiply = len(q), q.shape[-1], scoring.scale_of(q), scoring.multiply
-    of_q, of_k, of_v = (torch.empty_like(x) for x in (q, k, v))
-    unseen = q.new_full((PRODUCT_RUN, PRODUCT_RUN), -math.inf).tril_(-1)[:, None]
-    masks = None if seen.mask is None else bias(seen.mask, q.dtype).expand(batch, -1, -1, -1)
-    for sequence, head, group in _groups(q, k):
-        keys, values = k[sequence, head].contiguous(), v[sequence, head].contiguous()
-        query, given = (q[sequence, group] * (scale * LOG2E)).contiguous(), gradient[sequence, group].contiguous()
-        delta = (given * o[sequence, group]).sum(dim=-1).neg_()
-        less = lse[sequence, group].mul(-LOG2E).contiguous()
-        less.masked_fill_(less == math.inf, 0.0)  # sees nothing
-        turned = query.new_zeros(size, *query.shape[:2])  # the queries' gradient, (size, heads, queries)
-        for columns in _product_runs(len(keys)):
+    (batch, heads, queries, size), scale, multiply = q.shape, scoring.scale_of(q), scoring.multiply
+    of_q, of_k, of_v = q.new_empty(batch, queries, heads * size), torch.zeros_like(k), torch.zeros_like(v)
+    less = lse.mul(-LOG2E)[:, :, None]
+    less.masked_fill_(less == math.inf, 0.0)  # sees nothing
+    delta = (gradient * o).sum(dim=-1).mul_(-scale)[:, :, None]
+    unseen = q.new_full((PRODUCT_RUN, PRODUCT_RUN), -math.inf).tril_(-1)
+    inputs = q, k, v, gradient, of_q, of_k, of_v, less, delta, _masks(seen, q)
+    for query, key, value, given, for_query, for_key, for_value, less_here, delta_here, mask in zip(
+        *inputs, strict=True
+    ):
+        turned, turned_given = _turned(query).mul_(scale * LOG2E), _turned(given).mul_(scale)
+        turned_key, turned_result = _turned(key), q.new_zeros(heads, size, queries)
+        for columns in _product_runs(key.shape[1]):
             first, length = columns.start if seen.causal else 0, columns.stop - columns.start
-            # Contiguous: oneDNN would read a bias as if it were.
-            of_query, of_out = (x[:, first:].reshape(-1, x.shape[-1]).contiguous() for x in (query, given))
-            less_here, delta_here = (x[:, first:].reshape(-1).contiguous() for x in (less, delta))
-            weights = multiply(keys[columns], of_query, less_here)
-            by_head = weights.view(length, len(query), -1)
-            if masks is not None:
-                by_head += _of_heads(masks[sequence], group)[..., columns].permute(2, 0, 1)
-            elif seen.causal:
-                by_head[..., :length] += unseen[:length, :, :length]
-            weights.exp2_()
-            of_scores = multiply(values[columns], of_out, delta_here).mul_(weights)
-            of_v[sequence, head, columns] = multiply(weights, of_out.t())
-            of_k[sequence, head, columns] = multiply(of_scores, of_query.t()).div_(LOG2E)
-            turned[..., first:] += multiply(keys[columns].t(), of_scores.t()).view(size, len(query), -1)
-        torch.mul(turned.permute(1, 2, 0), scale, out=of_q[sequence, group])
-    return of_q, of_k, of_v
+            for group, read in _groups(heads, len(key), length * (queries - first)):
+                weights = less_here[group, :, first:].expand(-1, length, -1).contiguous()
+                multiply(weights, key[read, columns], turned[group, :, first:], add=True)
+                if mask is not None:
+                    weights += mask[group, :, columns].mT
+                elif seen.causal:
+                    weights[..., :length] += unseen[:length, :length]
+                weights.exp2_()
+                of_scores = delta_here[group, :, first:].expand(-1, length, -1).contiguous()
+                multiply(of_scores, value[read, columns], turned_given[group, :, first:], add=True)
+                of_scores *= weights
+                multiply(for_value[read, columns], weights, given[group, first:], add=True)
+                multiply(for_key[read, columns], of_scores, query[group, first:], add=True)
+                multiply(turned_result[group, :, first:], turned_key[read, :, columns], of_scores, add=True)
+        for_query.copy_(turned_result.flatten(0, 1).t())
+    return of_q.unflatten(2, (heads, size)).transpose(1, 2), of_k, of_v
 
 
-def _groups(q: Tensor, k: Tensor) -> Iterator[tuple[int, int, slice]]:
-    """Yields every sequence with every key head and the query heads that read it."""
-    each = q.shape[1] // k.shape[1]
-    for sequence in range(len(q)):
-        for head in range(k.shape[1]):
-            yield sequence, head, slice(head * each, (head + 1) * each)
+def _masks(seen: Seen, q: Tensor) -> Iterable[Tensor | None]:
+    """Returns what a mask adds to the scores of each sequence of `q`, (heads, queries, keys), without a copy per
+    head."""
+    return repeat(None, len(q)) if seen.mask is None else bias(seen.mask, q.dtype).expand(*q.shape[:2], -1, -1)
+
+
+def _turned(x: Tensor) -> Tensor:
+    """Returns a copy of `x` (heads, tokens, size) as (heads, size, tokens): torch transposes whole matrices twice as
+    fast as parts."""
+    return x.transpose(0, 1).flatten(1).t().contiguous().view(len(x), x.shape[2], x.shape[1])
+
+
+def _groups(heads: int, kv_heads: int, scores: int) -> Iterator[tuple[slice, slice]]:
+    """Yields heads that are computed at once, with `scores` scores each, and the key heads that they read."""
+    each = heads // kv_heads
+    step = PRODUCT_SCORES // scores // each * each or 1
+    for start in range(0, heads, step):
+        stop = min(start + step, heads)
+        yield slice(start, stop), slice(start // each, (stop - 1) // each + 1)
 
 
 def _product_runs(tokens: int) -> Iterator[slice]:
     return (slice(start, min(start + PRODUCT_RUN, tokens)) for start in range(0, tokens, PRODUCT_RUN))
-
-
-def _of_heads(mask: Tensor, group: slice) -> Tensor:
-    """Returns the part of a mask (heads or 1, queries, keys) of some query heads."""
-    return mask if len(mask) == 1 else mask[group]
 
 
 def bias(mask: Tensor, dtype: torch.dtype) -> Tensor:

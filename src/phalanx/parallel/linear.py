@@ -7,9 +7,10 @@ with AVX-512 oneDNN makes a whole training step 1.5 times faster (benchmarks/res
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -71,7 +72,7 @@ def use_onednn(model: Transformer) -> int:
     for module in model.modules():
         # Several threads scale better in torch's fused kernel, which divides the heads among them.
         if isinstance(module, CoreAttention) and torch.get_num_threads() == 1:
-            module.scoring = replace(module.scoring, multiply=_multiply)
+            module.scoring = replace(module.scoring, multiply=_small_products())
     return len(layers)
 
 
@@ -116,6 +117,31 @@ class OwnProduct:
 
 def _multiply(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+
+
+@cache
+def _small_products() -> Callable[..., None] | None:
+    """Returns Scoring.multiply in fp32; None if this version of torch does not have it.
+
+    It is oneDNN's kernel as torch's headers declare it (ATen/native/CPUBlas.h), which reads parts of larger matrices
+    where they are. A call from Python takes one microsecond, torch's own operators for such products ten."""
+    try:
+        library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
+        kernel = library["_ZN2at6native7cpublas6brgemmEllllllbPKfS3_Pfb"]
+    except (OSError, AttributeError):
+        return None
+    size, flag, address = ctypes.c_int64, ctypes.c_bool, ctypes.c_void_p
+    kernel.argtypes, kernel.restype = [*[size] * 6, flag, address, address, address, flag], None
+
+    def multiply(out: Tensor, a: Tensor, b: Tensor, *, add: bool = False) -> None:
+        factors, most = (a, b, out), max(len(a), len(b))
+        assert all(x.stride(2) == 1 for x in factors), "rows without gaps"
+        heads = ([x.data_ptr() + i * len(x) // most * x.stride(0) * 4 for i in range(most)] for x in factors)
+        sizes = a.shape[1], b.shape[2], a.shape[2], a.stride(1), b.stride(1), out.stride(1)
+        for places in zip(*heads, strict=True):
+            kernel(*sizes, add, *places, False)
+
+    return multiply
 
 
 linear = OwnProduct(_multiply)
