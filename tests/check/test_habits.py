@@ -202,7 +202,7 @@ def test_origins_show_the_alias() -> None:
         (["--lora-rank", "8"], "that is model.lora.rank"),
         (["--loss-impl=fused-linear"], "nearest legal: chunked"),
         (["--dtype"], "--dtype needs a value"),
-        (["--dtype=bf17"], "train.precision: expected one of fp64, fp32, bf16, fp16, fp8, found 'bf17'"),
+        (["--dtype=bf17"], "train.precision: expected one of fp64, fp32, bf16, fp16, fp8, auto, found 'bf17'"),
         (["--ffn-dim-multiplier=x"], "expected a number, found 'x'"),
         (["--multiple-of=0"], "must be positive"),
         (["schedule=ZeroBubble"], "no schedule 'ZeroBubble'; did you mean zb_h1?"),

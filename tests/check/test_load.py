@@ -14,6 +14,7 @@ from phalanx.config.job import Job
 from phalanx.config.layout import Layout
 from phalanx.config.presets import PRESETS
 from phalanx.errors import JobError
+from phalanx.techniques import precision
 
 
 def load(tmp_path, text="", argv=()):
@@ -348,3 +349,25 @@ def test_home_is_replaced_in_paths_and_variables_are_refused(tmp_path, monkeypat
 def test_a_size_that_cannot_be_read_is_one_problem(tmp_path):
     text = "cluster: {preset: dgx-h100, nodes: 2.5}\nlayout: {dp_shard: 16}\n"
     assert problems(tmp_path, text) == [f"{tmp_path}/job.yaml:1: cluster.nodes: expected a whole number, found '2.5'"]
+
+
+def test_auto_precision_follows_the_devices(tmp_path, monkeypatch):
+    monkeypatch.setattr(precision.clusters, "default_path", lambda: tmp_path / "local.yaml")
+    figures = ("name=epyc", "fp32_tflops=0.2", "bandwidth_gbs=20", "memory_gib=8")
+    rates = ["cluster.device=cpu", *(f"cluster.accelerator.{figure}" for figure in figures)]
+    loaded = load(tmp_path, "train: {precision: auto}\n", [*rates, "cluster.accelerator.bf16_tflops=0.4"])
+    assert loaded.job.train.precision == "bf16"
+    why = "auto is bf16: epyc multiplies bf16 at 0.4 TFLOP/s, fp32 at 0.2"
+    assert any(why in answer for answer in loaded.answers)
+    assert loaded.origins["train.precision"].endswith(f"job.yaml:1 (auto: {why.partition(': ')[2]})")
+    loaded = load(tmp_path, "train: {precision: auto}\n", [*rates, "cluster.accelerator.bf16_tflops=0.22"])
+    assert loaded.job.train.precision == "fp32"
+    monkeypatch.setattr(precision, "BF16_INSTRUCTIONS", ())
+    loaded = load(tmp_path, "train: {precision: auto}\n", ["cluster.device=cpu"])
+    assert loaded.job.train.precision == "fp32"
+    assert from_dict(as_dict(loaded.job), "run").train.precision == "fp32"
+    (tmp_path / "local.yaml").write_text("cluster: {device: cpu, accelerator: {bf16_tflops: 0.4, fp32_tflops: 0.2}}\n")
+    loaded = load(tmp_path, "train: {precision: auto}\n", ["cluster.device=cpu"])
+    assert loaded.job.train.precision == "bf16"
+    with pytest.raises(JobError, match="auto is for jobs that are loaded; nearest legal: "):
+        raise JobError([f"{p}: {m}" for p, m in problems_of(replace(Job(), "train.precision", "auto"))])

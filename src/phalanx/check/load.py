@@ -36,6 +36,7 @@ from phalanx.errors import JobError
 from phalanx.optimizers.catalogue import OPTIMIZERS
 from phalanx.partition.derived import solve
 from phalanx.schedule import catalogue
+from phalanx.techniques.precision import fastest_precision
 
 
 @dataclass(frozen=True)
@@ -342,6 +343,11 @@ def resolve(
     if presets and not _states_all("cluster", settings):
         job = _described(job, found, origins, answers)
     job = _fill_rest(job, found, origins)
+    if job.train.precision == "auto":
+        chosen, why = fastest_precision(job.cluster)
+        job = replace(job, "train.precision", chosen)
+        origins["train.precision"] += f" (auto: {why})"
+        answers.append(f"train.precision: auto is {chosen}: {why}")
     job = _with_defaults_of_optimizer(job, origins)
     job, more, wrong = apply(job, derived, given, origins)
     answers += more

@@ -437,7 +437,8 @@ class Train:
     sample is cut into equal parts, so that a step has as many tokens."""
     precision: Precision = "fp32"
     """Precision of parameters, activations and gradients; bf16 and fp16 keep fp32 master weights. fp8: bf16, with the
-    matrix products of blocks in 8 bits."""
+    matrix products of blocks in 8 bits. auto: bf16 where the device multiplies that faster, as described or measured by
+    `phalanx bench compute`, or else by the processor's instructions; otherwise fp32."""
     fp8_scaling: Fp8Scaling = "rowwise"
     """precision=fp8: one scale per row of each factor, one per tensor, or one per 32 elements of a row (Blackwell)."""
     gradients: Literal["same", "fp32"] = "same"

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-Precision = Literal["fp64", "fp32", "bf16", "fp16", "fp8"]
-"""Formats of training (`train.precision`)."""
+Precision = Literal["fp64", "fp32", "bf16", "fp16", "fp8", "auto"]
+"""Formats of training (`train.precision`); auto is one of the others as soon as a job is loaded."""
 WeightFormat = Literal["fp64", "fp32", "bf16", "fp16"]
 """Formats of weights in files."""
 MeasuredPrecision = Literal["fp32", "bf16", "fp16"]

@@ -2,14 +2,42 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
 
-from phalanx.config.cluster import DEVICE_WORDS
+from phalanx.config import clusters
+from phalanx.config.cluster import DEVICE_WORDS, Cluster
 from phalanx.config.job import Job
-from phalanx.config.precision import FP8_UNITS, SCALED
+from phalanx.config.precision import FP8_UNITS, SCALED, Precision
+from phalanx.errors import JobError
 from phalanx.nearest import Misfit, multiples
 from phalanx.partition.derived import PARAMETER_BYTES, overlaps
 from phalanx.techniques.technique import Effect, Problem, Technique, is_one_of
+
+WORTH = 1.25
+"""Least rate of products in bf16 over that in fp32 with which precision=auto is bf16: a step does other things, too."""
+BF16_INSTRUCTIONS = ("avx512_bf16", "amx_bf16")
+
+
+def fastest_precision(cluster: Cluster) -> tuple[Precision, str]:
+    """Returns what train.precision=auto is on a cluster, or, if it does not describe its devices, on this machine; and
+    why."""
+    described = cluster
+    if not cluster.accelerator.name:
+        with suppress(JobError):  # not measured
+            described = clusters.read_local_partly(clusters.default_path())
+    device = described.accelerator
+    if device.bf16_tflops and device.fp32_tflops and cluster.device in ("auto", described.device):
+        rates = f"{device.name} multiplies bf16 at {device.bf16_tflops:.3g} TFLOP/s, fp32 at {device.fp32_tflops:.3g}"
+        return ("bf16" if device.bf16_tflops >= WORTH * device.fp32_tflops else "fp32"), rates
+    if cluster.device in DEVICE_WORDS or (cluster.device == "auto" and os.path.exists("/dev/nvidia0")):
+        return "bf16", "accelerators multiply it faster than fp32"
+    information = Path("/proc/cpuinfo")
+    flags = information.read_text(encoding="utf-8").split() if information.exists() else []
+    found = [name for name in BF16_INSTRUCTIONS if name in flags]
+    return ("bf16", f"this processor has {found[0]}") if found else ("fp32", "this processor multiplies no bf16")
 
 
 def _problems(job: Job) -> Iterator[Problem]:
@@ -19,6 +47,9 @@ def _problems(job: Job) -> Iterator[Problem]:
         train.precision != "fp32" or train.compile is True or job.cluster.device in DEVICE_WORDS
     ):
         yield "train.cpu_linear", "onednn needs precision fp32 on a CPU, without compile; auto uses it where it can"
+    if train.precision == "auto":
+        chosen, why = fastest_precision(job.cluster)
+        yield "train.precision", f"auto is for jobs that are loaded; nearest legal: {chosen}, {why}"
     if train.precision != "fp8":
         return
     if device.name and not device.fp8_tflops:
