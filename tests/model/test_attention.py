@@ -553,7 +553,8 @@ def multiply_heads(out: Tensor, a: Tensor, b: Tensor, *, add: bool = False) -> N
 @pytest.mark.parametrize("kv_heads", [4, 2, 1])
 @pytest.mark.parametrize("kind", ["causal", "whole", "mask", "mask of each head"])
 @pytest.mark.parametrize("scores", [1, 200, 10**6])
-def test_products_head_by_head_are_attention(monkeypatch, kv_heads, kind, scores):
+@pytest.mark.parametrize("softcap", [0.0, 0.7])
+def test_products_head_by_head_are_attention(monkeypatch, kv_heads, kind, scores, softcap):
     """As oneDNN does, in float64: runs that do not divide the tokens, and a query that sees nothing."""
     for name, value in {
         "LEAST_PRODUCTS": (0, 0),
@@ -571,9 +572,10 @@ def test_products_head_by_head_are_attention(monkeypatch, kv_heads, kind, scores
     mask = torch.rand(2, 4 if kind.endswith("head") else 1, tokens, keys) < 0.5
     mask[:, :, 2] = False
     seen = Seen(causal=kind == "causal", mask=mask if kind.startswith("mask") else None)
-    expected = attend(q, k, v, seen)
-    found = attend(q, k, v, seen, Scoring(multiply=multiply_heads))
-    of_inputs = gradients(gradient, q, k, v, *expected, seen)
-    found += gradients(gradient, q, k, v, *expected, seen, Scoring(multiply=multiply_heads))
+    plain, own = Scoring(softcap=softcap), Scoring(softcap=softcap, multiply=multiply_heads)
+    expected = attend(q, k, v, seen, plain)
+    found = attend(q, k, v, seen, own)
+    of_inputs = gradients(gradient, q, k, v, *expected, seen, plain)
+    found += gradients(gradient, q, k, v, *expected, seen, own)
     for each, other in zip((*expected, *of_inputs), found, strict=True):
         torch.testing.assert_close(other, each, rtol=1e-12, atol=1e-12)

@@ -138,7 +138,7 @@ def _blocks(q: Tensor, k: Tensor, v: Tensor, reach: Reach) -> Iterator[tuple[sli
 def _seen_at_once(q: Tensor, k: Tensor, v: Tensor, reach: Reach) -> Seen | None:
     """Returns what all queries see of all keys where one call without a mask computes it; otherwise None."""
     seq, keys, documents = q.shape[2], k.shape[2], reach.documents
-    if reach.scoring.softcap:
+    if reach.scoring.softcap and not reach.scoring.by_products(q, k):
         return None
     if documents is None:
         alone = (seq == keys and not reach.window) or is_flash(q, v)

@@ -82,9 +82,9 @@ class Scoring:
     kernel for the CPU, and compiles code for each shape."""
 
     def by_products(self, q: Tensor, k: Tensor) -> bool:
-        """Returns whether `multiply` computes it, head by head. A rehearsal counts the fused kernel, which saves the
-        same and computes the same pairs."""
-        if self.multiply is None or self.softcap or type(q) is not Tensor:
+        """Returns whether `multiply` computes it, head by head. A rehearsal counts the fused kernel, or runs of capped
+        scores, which save the same and compute the same pairs."""
+        if self.multiply is None or type(q) is not Tensor:
             return False
         pairs, size = LEAST_PRODUCTS
         recur = not q.shape[2] % PRODUCT_UNIT and not k.shape[2] % PRODUCT_UNIT
@@ -249,13 +249,16 @@ def _products_forward(q: Tensor, k: Tensor, v: Tensor, seen: Seen, scoring: Scor
     o = q.new_empty(batch, queries, heads, v.shape[-1]).transpose(1, 2)
     lse = q.new_empty(batch, heads, queries, 1)
     unseen = q.new_full((PRODUCT_RUN, PRODUCT_RUN), -math.inf).triu_(1)
+    cap, factor = scoring.softcap * LOG2E, scoring.scale_of(q) / (scoring.softcap or 1 / LOG2E)
     for query, key, value, out, sums, mask in zip(q, k, v, o, lse, _masks(seen, q), strict=True):
-        turned = _turned(key).mul_(scoring.scale_of(q) * LOG2E)
+        turned = _turned(key).mul_(factor)
         for rows in _product_runs(queries):
             last, length = rows.stop if seen.causal else key.shape[1], rows.stop - rows.start
             for group, read in _groups(heads, len(key), length * last):
                 scores = q.new_empty(group.stop - group.start, length, last)
                 scoring.multiply(scores, query[group, rows], turned[read, :, :last])
+                if cap:
+                    scores.tanh_().mul_(cap)
                 if mask is not None:
                     scores += mask[group, rows]
                 elif seen.causal:
@@ -283,17 +286,21 @@ def _products_backward(
     less.masked_fill_(less == math.inf, 0.0)  # sees nothing
     delta = (gradient * o).sum(dim=-1).mul_(-scale)[:, :, None]
     unseen = q.new_full((PRODUCT_RUN, PRODUCT_RUN), -math.inf).tril_(-1)
+    cap, factor = scoring.softcap * LOG2E, scale / (scoring.softcap or 1 / LOG2E)
     inputs = q, k, v, gradient, of_q, of_k, of_v, less, delta, _masks(seen, q)
     for query, key, value, given, for_query, for_key, for_value, less_here, delta_here, mask in zip(
         *inputs, strict=True
     ):
-        turned, turned_given = _turned(query).mul_(scale * LOG2E), _turned(given).mul_(scale)
+        turned, turned_given = _turned(query).mul_(factor), _turned(given).mul_(scale)
         turned_key, turned_result = _turned(key), q.new_zeros(heads, size, queries)
         for columns in _product_runs(key.shape[1]):
             first, length = columns.start if seen.causal else 0, columns.stop - columns.start
             for group, read in _groups(heads, len(key), length * (queries - first)):
                 weights = less_here[group, :, first:].expand(-1, length, -1).contiguous()
-                multiply(weights, key[read, columns], turned[group, :, first:], add=True)
+                scores = torch.empty_like(weights) if cap else weights
+                multiply(scores, key[read, columns], turned[group, :, first:], add=not cap)
+                if cap:
+                    weights.add_(scores.tanh_(), alpha=cap)
                 if mask is not None:
                     weights += mask[group, :, columns].mT
                 elif seen.causal:
@@ -302,6 +309,8 @@ def _products_backward(
                 of_scores = delta_here[group, :, first:].expand(-1, length, -1).contiguous()
                 multiply(of_scores, value[read, columns], turned_given[group, :, first:], add=True)
                 of_scores *= weights
+                if cap:  # the slope of c tanh(s / c)
+                    of_scores.addcmul_(of_scores, scores.square_(), value=-1)
                 multiply(for_value[read, columns], weights, given[group, first:], add=True)
                 multiply(for_key[read, columns], of_scores, query[group, first:], add=True)
                 multiply(turned_result[group, :, first:], turned_key[read, :, columns], of_scores, add=True)
