@@ -450,7 +450,8 @@ class Train:
     """Compile blocks (once per kind), embedding, final norm and loss with torch.compile; it saves no logits in fp32.
     auto does on GPUs, where torch can."""
     cpu_linear: Literal["auto", "mkl", "onednn"] = "auto"
-    """Library for fp32 matrix products on a CPU; auto uses oneDNN on non-Intel processors with AVX-512."""
+    """Library for fp32 matrix products on a CPU; auto uses oneDNN on non-Intel processors with AVX-512, with one thread
+    per rank for attention, too."""
     deterministic: bool = False
     """Ask torch for deterministic kernels only (a CPU run is deterministic anyway)."""
     log_every: Annotated[int, Interval(1)] = 10

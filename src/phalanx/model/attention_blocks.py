@@ -32,10 +32,10 @@ from phalanx.blocks.attention import MOST_CAPPED_SCORES, MOST_SCORES
 from phalanx.model.documents import Documents, PackedDocuments
 
 _aten = torch.ops.aten
-LEAST_PRODUCTS, PRODUCT_UNIT = (256 * 256, 32), 64
-"""Fewest pairs of a query and a key per head, and the narrowest heads, that are worth calls of their own for each head:
-below them torch's fused kernel is as fast (measured on an EPYC of the fifth generation). And what numbers of queries
-and of keys must be multiples of: code is compiled, and kept, for each number, so it must recur."""
+LEAST_PRODUCTS, PRODUCT_UNIT = (128 * 128 * 64, 32), 64
+"""Fewest pairs of a query and a key per head, times its size, and the narrowest heads, that are worth calls of their
+own for each head: below them torch's fused kernel is as fast (measured on an EPYC of the fifth generation). And what
+numbers of queries and of keys must be multiples of: code is compiled, and kept, for each number, so it must recur."""
 PRODUCT_RUN, PRODUCT_SCORES = 128, 2**18
 """Queries or keys of a product, and most scores, of several heads, that are computed at once: so they remain in the
 cache of a core."""
@@ -86,9 +86,10 @@ class Scoring:
         scores, which save the same and compute the same pairs."""
         if self.multiply is None or type(q) is not Tensor:
             return False
-        pairs, size = LEAST_PRODUCTS
+        least, narrowest = LEAST_PRODUCTS
         recur = not q.shape[2] % PRODUCT_UNIT and not k.shape[2] % PRODUCT_UNIT
-        return recur and q.shape[2] * k.shape[2] >= pairs and q.shape[-1] >= size
+        size = q.shape[-1]
+        return recur and q.shape[2] * k.shape[2] * size >= least and size >= narrowest
 
     def scale_of(self, q: Tensor) -> float:
         """Returns the factor for queries `q` (..., head_size)."""
@@ -262,7 +263,7 @@ def _products_forward(q: Tensor, k: Tensor, v: Tensor, seen: Seen, scoring: Scor
                 if mask is not None:
                     scores += mask[group, rows]
                 elif seen.causal:
-                    scores[..., rows.start :] += unseen[:length, :length]
+                    scores[..., rows.start :].add_(unseen[:length, :length])
                 best = scores.amax(dim=-1, keepdim=True)
                 if mask is not None:  # some queries may see nothing
                     best.masked_fill_(best == -math.inf, 0.0)
@@ -304,7 +305,7 @@ def _products_backward(
                 if mask is not None:
                     weights += mask[group, :, columns].mT
                 elif seen.causal:
-                    weights[..., :length] += unseen[:length, :length]
+                    weights[..., :length].add_(unseen[:length, :length])
                 weights.exp2_()
                 of_scores = delta_here[group, :, first:].expand(-1, length, -1).contiguous()
                 multiply(of_scores, value[read, columns], turned_given[group, :, first:], add=True)

@@ -130,16 +130,20 @@ def _small_products() -> Callable[..., None] | None:
         kernel = library["_ZN2at6native7cpublas6brgemmEllllllbPKfS3_Pfb"]
     except (OSError, AttributeError):
         return None
-    size, flag, address = ctypes.c_int64, ctypes.c_bool, ctypes.c_void_p
-    kernel.argtypes, kernel.restype = [*[size] * 6, flag, address, address, address, flag], None
+    kernel.restype = None
+    # Arguments that are C's already: converting them would take longer than a small product.
+    number, flag, address = ctypes.c_int64, ctypes.c_bool, ctypes.c_void_p
 
     def multiply(out: Tensor, a: Tensor, b: Tensor, *, add: bool = False) -> None:
         factors, most = (a, b, out), max(len(a), len(b))
         assert all(x.stride(2) == 1 for x in factors), "rows without gaps"
-        heads = ([x.data_ptr() + i * len(x) // most * x.stride(0) * 4 for i in range(most)] for x in factors)
-        sizes = a.shape[1], b.shape[2], a.shape[2], a.stride(1), b.stride(1), out.stride(1)
-        for places in zip(*heads, strict=True):
-            kernel(*sizes, add, *places, False)
+        sizes = map(number, (a.shape[1], b.shape[2], a.shape[2], a.stride(1), b.stride(1), out.stride(1)))
+        places = [(address(), x.data_ptr(), x.stride(0) * 4, most // len(x)) for x in factors]
+        arguments = *sizes, flag(add), *(place for place, *_ in places), flag(False)
+        for head in range(most):
+            for place, start, step, each in places:
+                place.value = start + head // each * step
+            kernel(*arguments)
 
     return multiply
 
