@@ -351,7 +351,11 @@ def describe(cluster: Cluster, given: Set[str]) -> Described:
         if wrong := tuple(_missing(device, named)):
             return Described(cluster, {}, problems=wrong)
         known = _nearest(device)
-        base = _scaled(known, device)
+        half = _half(device)
+        peaks = dict.fromkeys(_PEAKS, 0.0)
+        if half:
+            peaks |= {"fp16_tflops": half, "fp32_tflops": known.fp32_tflops * half / _half(known)}
+        base = dataclasses.replace(known, name="", **peaks)
     else:
         base = known
     filled = {
@@ -429,16 +433,6 @@ def _nearest(device: Accelerator) -> Accelerator:
 
 def _half(device: Accelerator) -> float:
     return device.bf16_tflops or device.fp16_tflops
-
-
-def _scaled(known: Accelerator, device: Accelerator) -> Accelerator:
-    """Returns the known device's figures for `device`: shares and times as they are, the fp32 peak by the ratio of
-    16-bit peaks, fp16 as fast as bfloat16. Peaks of formats that nobody named are 0: the device may not have them."""
-    half = _half(device)
-    peaks = dict.fromkeys(_PEAKS, 0.0)
-    if half:
-        peaks |= {"fp16_tflops": half, "fp32_tflops": known.fp32_tflops * half / _half(known)}
-    return dataclasses.replace(known, name="", **peaks)
 
 
 def _completed(link: Link, known: Link, kind: str, given: Set[str]) -> tuple[Link, dict[str, str]]:

@@ -36,7 +36,10 @@ def offload_problems(job: Job) -> Iterator[Problem]:
             )
     if len(set(words)) < len(words):
         yield "layout.offload", f"names a part twice; nearest legal: offload={'+'.join(dict.fromkeys(words))}"
-    yield from _place(job)
+    place = job.layout.offload_to
+    if place.lower() in _NO_FOLDERS:
+        legal = _NO_FOLDERS[place.lower()]
+        yield "layout.offload_to", f"{place!r} is neither cpu nor a folder of files; nearest legal: {legal}"
     if job.layout.data_parallel == "threads" and words:
         yield "layout.offload", "threads of one process share its device; nearest legal: offload=none, or ddp"
     if is_offloaded(job.layout, "optimizer"):
@@ -68,13 +71,6 @@ def offloads(layout: Layout, optimizer: Optimizer, cluster: Cluster) -> Iterator
         if more := can_offload(part, layout, optimizer, cluster):
             layout = more
             yield layout
-
-
-def _place(job: Job) -> Iterator[Problem]:
-    place = job.layout.offload_to
-    if place.lower() in _NO_FOLDERS:
-        legal = _NO_FOLDERS[place.lower()]
-        yield "layout.offload_to", f"{place!r} is neither cpu nor a folder of files; nearest legal: {legal}"
 
 
 def _optimizer(job: Job) -> Iterator[Problem]:

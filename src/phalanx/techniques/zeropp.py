@@ -43,21 +43,6 @@ def _second_copy(job: Job) -> Iterator[Problem]:
     yield "layout.hpz", Misfit(equation, hpz, {"layout.hpz": legal})
 
 
-def _quantised(job: Job) -> Iterator[Problem]:
-    """Yields the problem of quantised messages that ZeRO-3 does not send."""
-    layout = job.layout
-    for name in _ROUNDED:
-        if (format := getattr(layout, name)) == "none":
-            continue
-        if layout.zero < 3 or layout.shard_ranks == 1:
-            ranks = f"dp_shard {layout.dp_shard} × cp {layout.cp} = {layout.shard_ranks}"
-            yield (
-                f"layout.{name}",
-                f"{format} is for the messages of zero=3 on several ranks, zero is {layout.zero} and {ranks}; nearest "
-                f"legal: {name}=none, or zero=3 with dp_shard=2",
-            )
-
-
 def _in_fp8(job: Job) -> Iterator[Problem]:
     """Yields what is not multiplied in 8 bits and so cannot be gathered in them."""
     device = job.cluster.accelerator
@@ -78,7 +63,17 @@ def _in_fp8(job: Job) -> Iterator[Problem]:
 
 
 def _layout_problems(job: Job) -> Iterator[Problem]:
-    yield from _quantised(job)
+    layout = job.layout
+    for name in _ROUNDED:
+        if (format := getattr(layout, name)) == "none":
+            continue
+        if layout.zero < 3 or layout.shard_ranks == 1:
+            ranks = f"dp_shard {layout.dp_shard} × cp {layout.cp} = {layout.shard_ranks}"
+            yield (
+                f"layout.{name}",
+                f"{format} is for the messages of zero=3 on several ranks, zero is {layout.zero} and {ranks}; nearest "
+                f"legal: {name}=none, or zero=3 with dp_shard=2",
+            )
     yield from _in_fp8(job)
 
 
