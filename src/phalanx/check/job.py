@@ -8,8 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence, Set
 from typing import Any, NamedTuple
 
-from phalanx.axes.catalogue import added_problems
-from phalanx.axes.tensor import tensor_problems
+from phalanx.axes.catalogue import added_problems, tensor_problems
 from phalanx.blocks.kinds import attention_models
 from phalanx.check.layout import layout_problems
 from phalanx.check.model import model_problems, size_problems, unusable_kinds

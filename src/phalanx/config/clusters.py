@@ -20,7 +20,7 @@ from phalanx.config import fields, values, yaml_file
 from phalanx.config.calibration import Calibration
 from phalanx.config.cluster import Accelerator, Cluster, HostShare, Link, Sharing
 from phalanx.config.fields import leaves
-from phalanx.config.typed import Known, data_file, read_as
+from phalanx.config.values import Known, data_file, read_as
 from phalanx.errors import JobError
 from phalanx.facts import stated
 from phalanx.nearest import did_you_mean, nearest

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from phalanx.axes.experts import EXPERTS
+from phalanx.axes.catalogue import EXPERTS
 from phalanx.check.layout import layout_problems
 from phalanx.config.cluster import Cluster, with_processes
 from phalanx.config.corpora import PAIR, Compared, has_pairs
