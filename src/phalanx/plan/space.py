@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from phalanx.axes.catalogue import EXPERTS
-from phalanx.check.layout import layout_problems
+from phalanx.check.job import layout_problems
 from phalanx.config.cluster import Cluster, with_processes
 from phalanx.config.corpora import PAIR, Compared, has_pairs
 from phalanx.config.job import GrpoOptions, Job, Optimizer, Train
