@@ -27,7 +27,7 @@ import yaml
 
 from benchmarks.report import machine, save
 from phalanx.cli.main import main as phalanx
-from phalanx.config.typed import read_as
+from phalanx.config.values import read_as
 
 PRINTED = {
     "gbs": "train.global_batch",

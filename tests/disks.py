@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.data import striping
+from phalanx.data import files
 
 
 @contextmanager
@@ -56,7 +56,7 @@ def lustre(folder: Path, monkeypatch: pytest.MonkeyPatch, *, refuses: bool = Fal
     """Makes a folder seem to be on Lustre, with a stand-in for `lfs` in PATH. Returns the file of its calls."""
     mounts, programs, calls = folder / ".mounts", folder / ".bin", folder / ".calls"
     mounts.write_text(f"1 0 8:1 / / rw - ext4 /dev/vda rw\n2 1 0:5 / {folder} rw - lustre mds:/x rw,flock\n")
-    monkeypatch.setattr(striping, "MOUNTS", mounts)
+    monkeypatch.setattr(files, "MOUNTS", mounts)
     programs.mkdir()
     (programs / "lfs").write_text(LFS.format(python=sys.executable, calls=str(calls), refuses=refuses))
     (programs / "lfs").chmod(0o755)

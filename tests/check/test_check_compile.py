@@ -9,7 +9,7 @@ from phalanx.config.cluster import Cluster
 from phalanx.config.job import Job, Train
 from phalanx.config.layout import Layout
 from phalanx.config.overrides import parse
-from phalanx.techniques.compiling import compile_problems, compiles
+from phalanx.techniques.memory import compile_problems, compiles
 
 THREADS = Layout(dp_replicate=2, data_parallel="threads")
 

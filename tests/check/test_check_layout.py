@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.axes.context import unbalanced
+from phalanx.axes.catalogue import unbalanced
 from phalanx.check.job import problems_of
 from phalanx.config.job import Data, Job, Optimizer, Train
 from phalanx.config.layout import Layout

@@ -25,8 +25,7 @@ from phalanx.config.job import Job
 from phalanx.config.layout import Layout
 from phalanx.config.layout_line import parse
 from phalanx.config.presets import CATALOGUE, PRESETS
-from phalanx.config.typed import Known, TypedError, data_file, read_as
-from phalanx.config.values import convert
+from phalanx.config.values import Known, TypedError, convert, data_file, read_as
 
 # Names that users type: short ones, those of other frameworks, mistyped ones, and lines that verbs print.
 
@@ -325,7 +324,7 @@ def test_an_entry_has_what_its_base_has(monkeypatch: pytest.MonkeyPatch):
         "bases": {"a": {"x": {"one": 1, "two": 2}, "comment": "of a"}, "b": {"base": "a", "y": 3}},
         "entries": {"c": {"base": "b", "x": {"two": 4}, "comment": "of c"}},
     }
-    monkeypatch.setattr("phalanx.config.typed.data_file", lambda name: file)
+    monkeypatch.setattr("phalanx.config.values.data_file", lambda name: file)
     assert dict(Known("any.json", lambda name, entry: entry)) == {"c": {"x": {"one": 1, "two": 4}, "y": 3}}
 
 

@@ -32,7 +32,7 @@ from phalanx.errors import JobError
 from phalanx.partition import derived as batch
 from phalanx.partition.derived import even
 from phalanx.schedule import catalogue
-from phalanx.techniques.compiling import COMPILED_LOSS_TENSORS
+from phalanx.techniques.memory import COMPILED_LOSS_TENSORS
 
 FSDP1, MEGATRON_2021, MEGATRON_CORE, MEGATRON_DEEPSPEED, PHALANX, TORCHTITAN, XLA = (
     PROFILES["fsdp1"],

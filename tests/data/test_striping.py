@@ -13,8 +13,8 @@ from disks import lustre
 from phalanx.checkpoint import save as saving
 from phalanx.checkpoint.save import Save
 from phalanx.config.job import Data
+from phalanx.data.files import auto_stripes, mount_of, stripe, striping_in
 from phalanx.data.prepare import prepare
-from phalanx.data.striping import auto_stripes, mount_of, stripe, striping_in
 
 GIB = 2**30
 

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from exchange.folders import write_folder
 from phalanx.check.start import starting_point
 from phalanx.data.corpus import Segment, scan
-from phalanx.data.encode import Encoder, encode_segments
+from phalanx.data.prepare import Encoder, encode_segments
 from phalanx.data.tokenizer import ByteTokenizer, CharTokenizer, LibraryTokenizer, NumberTokenizer, Tokenizer, train_bpe
 from phalanx.errors import DataError, RunError
 from phalanx.exchange.import_run import import_folder

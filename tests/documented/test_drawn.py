@@ -20,9 +20,8 @@ from phalanx.config.cluster import Accelerator, Cluster, Link
 from phalanx.cost.communication import Collective, RankGroup
 from phalanx.cost.fit import COLLECTIVES, AttentionTiming, ProductTiming, StreamTiming, Transfer, device_rows
 from phalanx.pictures import experts, profile
-from phalanx.pictures.divergence import divergence_map
 from phalanx.pictures.elements import STYLE
-from phalanx.pictures.heat_map import heat_map, histograms
+from phalanx.pictures.heat_map import divergence_map, heat_map, histograms
 from phalanx.pictures.panels import device_svg, link_svg
 from phalanx.pictures.profile import RankRows
 from pictures.contrast import contrasts

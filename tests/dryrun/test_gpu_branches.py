@@ -69,7 +69,7 @@ FEW: list[Case] = [
     ("latent", "pp=2,schedule=zb_h1,accumulation=2", {"chip": "b200"}),
     ("llama", "dp_replicate=2,sync=diloco,sync_every=1", {"optimizer": "sgd"}),
     ("experts", "dp_shard=2,zero=3,offload=all,recompute=full", {"chip": "max1550-tile"}),
-    ("sinks", "cp=2,pp=2,accumulation=2", {"data": DOCUMENTS, "chip": "mi300x"}),
+    ("sinks", "cp=2", {"data": DOCUMENTS, "chip": "mi300x"}),
 ]
 MORE: list[Case] = [
     *(("llama", "dp_replicate=1", {"precision": name}) for name in ("fp64", "fp32", "fp16")),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from functools import cache
 from typing import Any
 
 import graph_modules
@@ -31,6 +32,11 @@ def made(name: str) -> graph_modules.Example:
     return module.double(), tuple(each.double() if each.is_floating_point() else each for each in args)
 
 
+@cache
+def graph_of(name: str) -> OperatorGraph:
+    return export_graph(*made(name), name).graph
+
+
 def plans(graph: OperatorGraph, sizes: tuple[int, ...]) -> Iterator[GraphPlan]:
     """Returns the fastest plan, the one of least memory, those of data parallelism and ZeRO, and arbitrary ones that
     take the strategies of each operator in turn."""
@@ -46,7 +52,7 @@ def plans(graph: OperatorGraph, sizes: tuple[int, ...]) -> Iterator[GraphPlan]:
 
 
 def planned(name: str, sizes: tuple[int, ...]) -> list[GraphPlan]:
-    return [*plans(export_graph(*made(name)).graph, sizes)]
+    return [*plans(graph_of(name), sizes)]
 
 
 def check(ranks: Any, name: str, every: list[GraphPlan]) -> list[dict[str, Any]]:
@@ -113,22 +119,20 @@ def staged(ranks: Any, name: str, stages: list[GraphPlan]) -> list[str]:
 
 @pytest.mark.parametrize("name", ["gpt", "mixer"])
 def test_stages_on_meshes_of_their_own_compute_what_one_process_does(ranks, name):
-    module, args = made(name)
-    graph, node = export_graph(module, args).graph, cluster_of("dgx-h100:1")
+    graph, node = graph_of(name), cluster_of("dgx-h100:1")
     layers = layers_of(graph, node, 2)
     stages = [
         solve(part_of(graph, [layer]), GraphMesh(node, (size,), direct=False), objective="memory")
         for layer, size in zip(layers, (1, 2), strict=True)
     ]
     first, *rest = ranks(staged, 3, name, stages)
-    assert {*first, *rest[0]} == {path for path, _ in module.named_parameters()}
+    assert {*first, *rest[0]} == {path for path, _ in made(name)[0].named_parameters()}
     assert not {*first} & {*rest[0]}
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_operator_of_the_modules_is_known_and_written_as_json(name):
-    module, args = made(name)
-    graph = export_graph(module, args, name).graph
+    graph = graph_of(name)
     assert not graph.notes
     again, problems = parse_graph(graph.as_json())
     assert not problems

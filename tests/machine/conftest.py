@@ -7,7 +7,7 @@ import pytest
 from phalanx.config.layout import Layout
 from phalanx.machine.collectives import AxisChecks, WrongResult
 from phalanx.machine.links import CallTime, PairMatrix, SlowLine, TimedAxis
-from phalanx.machine.self_test_report import DistReport
+from phalanx.machine.self_test import DistReport
 from phalanx.machine.training import KernelTime, ProbeTimes, Straggler, TrainingTest
 
 HOSTS = ["node-a", "node-a", "node-b", "node-b"]

@@ -8,8 +8,8 @@ from xml.etree import ElementTree
 
 import pytest
 
-from phalanx.machine import self_test_report as report
-from phalanx.machine.self_test_report import advice
+from phalanx.machine import self_test as report
+from phalanx.machine.self_test import advice
 from phalanx.machine.training import ProbeTimes, Straggler
 
 

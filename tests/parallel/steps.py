@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from phalanx.axes.context import unbalanced
+from phalanx.axes.catalogue import unbalanced
 from phalanx.comm.axis import Axis
 from phalanx.config.job import IGNORE, Job
 from phalanx.config.layout import Layout

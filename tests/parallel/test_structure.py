@@ -35,7 +35,7 @@ from phalanx.parallel.offload import Host
 from phalanx.parallel.recompute import recompute
 from phalanx.parallel.vocabulary import CrossEntropy
 from phalanx.partition.derived import MODES, modes, written
-from phalanx.techniques.compiling import refusal
+from phalanx.techniques.memory import refusal
 
 # The parts of a model around attention, under every technique: norms after the halves, parallel blocks, gates of
 # other kinds, soft caps, scaled embeddings, biases of routers and experts. Steps equal those of one process in

@@ -13,8 +13,7 @@ from phalanx.cost.communication import RankGroup
 from phalanx.cost.fit import AttentionTiming, ProductTiming, StreamTiming, Transfer, device_rows
 from phalanx.pictures import profile
 from phalanx.pictures.curves import WIDTH, Chart, Curve, svg
-from phalanx.pictures.divergence import divergence_map
-from phalanx.pictures.heat_map import MOST_ROWS, NUMBERED_ROWS, heat_map, histograms
+from phalanx.pictures.heat_map import MOST_ROWS, NUMBERED_ROWS, divergence_map, heat_map, histograms
 from phalanx.pictures.panels import Panel, device_svg, link_svg, panels_svg
 from phalanx.pictures.timeline import SIZES, goodput_svg
 from phalanx.simulate.goodput import LLAMA_3_RATE

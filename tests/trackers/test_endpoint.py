@@ -16,7 +16,7 @@ from phalanx.config.job import Data, Job, RunOptions, Train
 from phalanx.config.model import ModelConfig
 from phalanx.errors import RunError
 from phalanx.launch.ranks import SINGLE
-from phalanx.trackers.endpoint import CONTENT_TYPE, MetricsEndpoint
+from phalanx.trackers.processes import CONTENT_TYPE, MetricsEndpoint
 from phalanx.train.loop import Trainer
 from phalanx.train.rank import train
 

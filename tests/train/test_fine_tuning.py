@@ -18,7 +18,7 @@ from safetensors.numpy import load_file
 from safetensors.torch import load_file as load_arrays
 
 from exchange.folders import LLAMA, write_folder, write_tensors
-from phalanx.axes.context import unbalanced
+from phalanx.axes.catalogue import unbalanced
 from phalanx.check.job import problems_of
 from phalanx.check.load import load_words
 from phalanx.checkpoint.consolidated import open_source

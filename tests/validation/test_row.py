@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.axes.context import context_problems
+from phalanx.axes.catalogue import context_problems
 from phalanx.config.cluster import Accelerator
 from phalanx.config.clusters import ACCELERATORS
 from phalanx.config.job import Job

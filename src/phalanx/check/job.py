@@ -8,26 +8,100 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence, Set
 from typing import Any, NamedTuple
 
-from phalanx.axes.catalogue import added_problems
-from phalanx.axes.tensor import tensor_problems
+from phalanx.axes.catalogue import added_problems, axis_problems, tensor_problems
 from phalanx.blocks.kinds import attention_models
-from phalanx.check.layout import layout_problems
+from phalanx.blocks.parameters import parameter_shapes
 from phalanx.check.model import model_problems, size_problems, unusable_kinds
 from phalanx.config.cluster import DEVICE_TYPES, DEVICE_WORDS, Cause, Cluster
 from phalanx.config.clusters import ACCELERATORS, maker_of
 from phalanx.config.corpora import CORPORA, TOKENIZERS, number_of, vocabulary_of
 from phalanx.config.fields import constraints, get, replace
 from phalanx.config.job import MOST_STEPS, Data, Job, RunOptions
+from phalanx.config.layout import Layout
 from phalanx.config.model import ModelConfig
 from phalanx.config.presets import states_no_rows
 from phalanx.config.trackers import TRACKERS
 from phalanx.errors import JobError
 from phalanx.nearest import Misfit, did_you_mean, divisors, misfit, multiples, nearest_divisors, nearest_of
-from phalanx.optimizers.catalogue import OPTIMIZERS, entry_of, extra_options, unread
+from phalanx.optimizers.catalogue import OPTIMIZERS, entry_of, extra_options, granularity_of, unread
+from phalanx.optimizers.entry import block_of
+from phalanx.partition import derived as batch
 from phalanx.partition.derived import overlaps
 from phalanx.partition.ramp import phase_jobs, runs
-from phalanx.techniques.catalogue import technique_problems
+from phalanx.partition.tensor_slices import first_rank_tiles
+from phalanx.techniques.catalogue import technique_problems, techniques_of
 from phalanx.techniques.technique import Problem
+
+
+def layout_problems(job: Job) -> Iterator[Problem]:
+    """Yields each problem with its equation and the nearest legal choice."""
+    layout = job.layout
+    yield from axis_problems(job)
+    yield from block_problems(job)
+    for technique in techniques_of(job).values():
+        yield from technique.layout_problems(job)
+    yield from _world(layout, job.cluster.nodes, job.cluster.devices_per_node)
+    yield from _batch(job)
+
+
+def _world(layout: Layout, nodes: int, devices_per_node: int) -> Iterator[Problem]:
+    outside = "".join(f"{name} {size} × " for name, size in layout.axes.sizes.items())
+    product = (
+        f"{outside}dp_replicate {layout.dp_replicate} × dp_shard {layout.dp_shard} × cp {layout.cp} × tp {layout.tp} × "
+        f"pp {layout.pp} = {layout.world}"
+    )
+    if not devices_per_node:
+        if layout.world % nodes:
+            yield "cluster.nodes", f"{product} devices are not divisible by nodes {nodes}"
+        return
+    devices = nodes * devices_per_node
+    if layout.world != devices:
+        others = layout.world // layout.dp_replicate
+        fits = devices // others
+        legal = (
+            f"dp_replicate={fits} makes it {devices}"
+            if fits and devices % others == 0
+            else f"the axes without dp_replicate make {others}, which must divide {devices}"
+        )
+        yield (
+            "layout",
+            f"{product}, but the cluster has nodes {nodes} × devices {devices_per_node} = {devices}; {legal}; "
+            "`phalanx plan` finds the best layout, layout=auto uses it",
+        )
+
+
+def _batch(job: Job) -> Iterator[Problem]:
+    try:
+        batch.solve(job.train.global_batch, job.layout)
+    except ValueError as error:
+        yield "train.global_batch", str(error)
+
+
+def block_problems(job: Job) -> Iterator[Problem]:
+    """Yields the tensor ranks, or the tiles, that cut the blocks over which an optimizer's state has a scale."""
+    layout, model = job.layout, job.model
+    if job.optimizer.name not in OPTIMIZERS or granularity_of(job.optimizer) != "block":
+        return
+    shapes = parameter_shapes(model, model.vocab_size or 1)
+    for field, of_ranks in (("tp", Layout(tp=layout.tp)), ("tiles", layout)):
+        parts = getattr(layout, field)
+        for weight, _, held in first_rank_tiles(shapes, of_ranks, model) if parts > 1 else ():
+            whole = held.whole
+            block = block_of(whole)
+            if block and held.dim == len(whole) - 1 and held.size % block:
+                rest = whole[-1] // (layout.tp if field == "tiles" else 1)
+                legal = [n for n in divisors(max(1, rest // block)) if n < parts]
+                yield (
+                    f"layout.{field}",
+                    Misfit(
+                        f"the optimizer's state has a scale per {block} elements of a row, and {field} {parts} cuts "
+                        f"the rows of {weight} ({whole[-1]}) into parts of {held.size}",
+                        parts,
+                        {f"layout.{field}": legal},
+                        ", or optimizer.state=bf16",
+                    ),
+                )
+                break
 
 
 def profile_problems(job: Job) -> Iterator[Problem]:

@@ -12,7 +12,7 @@ from phalanx.config.layout import AXES
 from phalanx.config.model import ModelConfig
 from phalanx.config.values import yaml_data
 from phalanx.nearest import Misfit, did_you_mean, divisors, multiples
-from phalanx.techniques.adapters import adapter_problems
+from phalanx.techniques.catalogue import adapter_problems
 from phalanx.techniques.technique import Problem
 
 MOST_DEVICES = 1 << 20

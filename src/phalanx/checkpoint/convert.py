@@ -151,7 +151,15 @@ def convert(
     Raises JobError if the arguments do not go together or the target exists; CheckpointError if the source is damaged
     or lacks what the form needs; RunError if the target cannot be written.
     """
-    _check_arguments(target, form, weights_only or merge_lora, dtype)
+    wrong = list(target_problems(target))
+    if dtype and not (weights_only or merge_lora):
+        wrong.append(
+            "--dtype needs --weights-only or --merge-lora: moments and master weights belong to the weights as they are"
+        )
+    if form != "safetensors" and target.name.endswith(consolidated.SUFFIX):
+        wrong.append(f"{target}: --to {form} writes a folder, whose name does not end in {consolidated.SUFFIX}")
+    if wrong:
+        raise JobError(wrong)
     verify(source.manifest, progress)
     if merge_lora:
         if (whole := merged(source)) is source:
@@ -169,18 +177,6 @@ def convert(
         paths = [path for path in sorted(work.directory.rglob("*")) if path.is_file()]
         written = {str(path.relative_to(work.directory)): path.stat().st_size for path in paths}
     return Converted(target, source.manifest.step, len(work.tensors), total, written, tuple(work.notes), form)
-
-
-def _check_arguments(target: Path, form: str, weights_only: bool, dtype: str) -> None:
-    wrong = list(target_problems(target))
-    if dtype and not weights_only:
-        wrong.append(
-            "--dtype needs --weights-only or --merge-lora: moments and master weights belong to the weights as they are"
-        )
-    if form != "safetensors" and target.name.endswith(consolidated.SUFFIX):
-        wrong.append(f"{target}: --to {form} writes a folder, whose name does not end in {consolidated.SUFFIX}")
-    if wrong:
-        raise JobError(wrong)
 
 
 def verify(manifest: Manifest, progress: Progress) -> None:

@@ -28,7 +28,7 @@ from phalanx.bounded import read_json
 from phalanx.check.load import from_dict
 from phalanx.config.constraints import Interval
 from phalanx.config.job import Job
-from phalanx.config.typed import TypedError, read_as
+from phalanx.config.values import TypedError, read_as
 from phalanx.errors import CheckpointError, DamagedCheckpointError, JobError
 
 MOST_DIVIDED = 4

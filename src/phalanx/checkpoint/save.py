@@ -45,8 +45,7 @@ from phalanx.checkpoint.inventory import (
 )
 from phalanx.checkpoint.manifest import MANIFEST, Box, Manifest, ShardFile, StoredTensor
 from phalanx.checkpoint.parts import Part
-from phalanx.data.files import TEMPORARY, write_atomic
-from phalanx.data.striping import stripe
+from phalanx.data.files import TEMPORARY, stripe, write_atomic
 from phalanx.errors import CheckpointError, NotFiniteError, PhalanxError, RunError
 from phalanx.launch import logs
 from phalanx.units import gib

@@ -161,7 +161,7 @@ def _test_rank(words: Words, ranks: Ranks, store: Store | None = None) -> int:
         job, ranks, device_of(ranks, kind), threads_for(job.run.threads, ranks.local_world or 1), options, store
     )
     if ranks.rank == 0:
-        from phalanx.machine.self_test_report import page, pictures
+        from phalanx.machine.self_test import page, pictures
 
         html, svg = words.options["html"], words.options["svg"]
         files = {html: page(report)} if html else {}

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from math import inf, isfinite, prod
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-from phalanx.axes.context import unbalanced
+from phalanx.axes.catalogue import unbalanced
 from phalanx.blocks.parameters import count, count_active, count_trained, trained_text
 from phalanx.check.job import optimizer_problems
 from phalanx.check.load import LoadedJob
@@ -43,7 +43,7 @@ from phalanx.partition.ramp import assumption
 from phalanx.pictures import context as context_picture
 from phalanx.pictures import layout as layout_picture
 from phalanx.pictures import prediction as prediction_picture
-from phalanx.pictures.slices import slices_svg
+from phalanx.pictures.schedule import slices_svg
 from phalanx.plan import page as plan_text
 from phalanx.plan.page import advice, shortfall
 from phalanx.plan.plan import Candidate, Plan

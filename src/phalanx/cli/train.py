@@ -26,7 +26,7 @@ from phalanx.launch.output import unblocked
 from phalanx.launch.ranks import LOG_DIR, SINGLE, Ranks, first_replica, threads_for
 from phalanx.partition.derived import gathers_parameters
 from phalanx.partition.ramp import ramp_of
-from phalanx.techniques.compiling import compiles
+from phalanx.techniques.memory import compiles
 from phalanx.train.learning_rate import end_of, resumed_end
 from phalanx.train.run_directory import AppendedFile, RunDirectory
 from phalanx.units import counted

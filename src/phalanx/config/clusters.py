@@ -20,7 +20,7 @@ from phalanx.config import fields, values, yaml_file
 from phalanx.config.calibration import Calibration
 from phalanx.config.cluster import Accelerator, Cluster, HostShare, Link, Sharing
 from phalanx.config.fields import leaves
-from phalanx.config.typed import Known, data_file, read_as
+from phalanx.config.values import Known, data_file, read_as
 from phalanx.errors import JobError
 from phalanx.facts import stated
 from phalanx.nearest import did_you_mean, nearest
@@ -210,25 +210,10 @@ class _Host:
     disk_gbs: float = 0
 
 
-@dataclass(frozen=True)
-class _Machine:
-    """An entry of machines.json. A link or a host may be the name of one of the file's."""
-
-    device: str
-    devices: int
-    intra: Link
-    inter: Link | _Cards
-    source: str
-    host: _Host | None = None
-    domain: int = 0
-    pod: int = 0
-    oversubscription: float = 1.0
-    power_w: float = 0.0
-    carbon_g_per_kwh: float = 0.0
-
-
 def _entry(name: str, stored: dict[str, Any]) -> MachineEntry:
-    file = data_file("machines.json")
+    """Returns an entry of machines.json: a cluster with the name of its device, in whose place a link or a host may be
+    the name of one of the file's, and a link may be cards."""
+    file, stored = data_file("machines.json"), dict(stored)
     for part, known in (("intra", "links"), ("inter", "links"), ("host", "hosts")):
         if isinstance(said := stored.get(part), str):
             stored[part] = file[known][said]
@@ -236,10 +221,10 @@ def _entry(name: str, stored: dict[str, Any]) -> MachineEntry:
             stored[part] = {**file[known][said["like"]], **said}
         if part in stored:
             stored[part] = {key: each for key, each in stored[part].items() if key not in ("like", "comment")}
-    machine = read_as(_Machine, stored, name)
-    host, cards = machine.host, machine.inter
+    accelerator, source = ACCELERATORS[stored.pop("device")], stored.pop("source")
     share = HostShare()
-    if host:
+    if "host" in stored:
+        host = read_as(_Host, stored.pop("host"), name)
         share = HostShare(
             memory_gib=host.memory_gb * 1e9 / 2**30 / host.devices,
             link_gbs=host.link_gbs * LINK_REACHED,
@@ -247,21 +232,12 @@ def _entry(name: str, stored: dict[str, Any]) -> MachineEntry:
             disk_gbs=DISK_REACHED * host.disk_gbs / host.devices,
             disk_gib=host.disk_tb * 1e12 / 2**30 / host.devices,
         )
-    if isinstance(cards, _Cards):
-        cards = Link(gbs=cards.gbits / 8 / cards.devices_per_card, latency_us=cards.latency_us, reached=0.85)
-    cluster = Cluster(
-        devices_per_node=machine.devices,
-        domain=machine.domain,
-        pod=machine.pod,
-        oversubscription=machine.oversubscription,
-        power_w=machine.power_w,
-        carbon_g_per_kwh=machine.carbon_g_per_kwh,
-        accelerator=ACCELERATORS[machine.device],
-        intra=machine.intra,
-        inter=cards,
-        host=share,
-    )
-    return MachineEntry(cluster, machine.source)
+    if "gbits" in stored["inter"]:
+        cards = read_as(_Cards, stored["inter"], name)
+        gbs = cards.gbits / 8 / cards.devices_per_card
+        stored["inter"] = {"gbs": gbs, "latency_us": cards.latency_us, "reached": 0.85}
+    cluster = read_as(Cluster, {"devices_per_node": stored.pop("devices"), **stored}, name)
+    return MachineEntry(replace(cluster, accelerator=accelerator, host=share), source)
 
 
 def _entry_problems(name: str, entry: MachineEntry) -> Iterator[str]:
@@ -351,7 +327,11 @@ def describe(cluster: Cluster, given: Set[str]) -> Described:
         if wrong := tuple(_missing(device, named)):
             return Described(cluster, {}, problems=wrong)
         known = _nearest(device)
-        base = _scaled(known, device)
+        half = _half(device)
+        peaks = dict.fromkeys(_PEAKS, 0.0)
+        if half:
+            peaks |= {"fp16_tflops": half, "fp32_tflops": known.fp32_tflops * half / _half(known)}
+        base = dataclasses.replace(known, name="", **peaks)
     else:
         base = known
     filled = {
@@ -429,16 +409,6 @@ def _nearest(device: Accelerator) -> Accelerator:
 
 def _half(device: Accelerator) -> float:
     return device.bf16_tflops or device.fp16_tflops
-
-
-def _scaled(known: Accelerator, device: Accelerator) -> Accelerator:
-    """Returns the known device's figures for `device`: shares and times as they are, the fp32 peak by the ratio of
-    16-bit peaks, fp16 as fast as bfloat16. Peaks of formats that nobody named are 0: the device may not have them."""
-    half = _half(device)
-    peaks = dict.fromkeys(_PEAKS, 0.0)
-    if half:
-        peaks |= {"fp16_tflops": half, "fp32_tflops": known.fp32_tflops * half / _half(known)}
-    return dataclasses.replace(known, name="", **peaks)
 
 
 def _completed(link: Link, known: Link, kind: str, given: Set[str]) -> tuple[Link, dict[str, str]]:

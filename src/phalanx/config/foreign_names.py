@@ -14,7 +14,7 @@ from typing import Any
 
 from phalanx.config import presets
 from phalanx.config.corpora import CORPORA
-from phalanx.config.typed import data_file, read_as
+from phalanx.config.values import data_file, read_as
 
 _FILE = data_file("foreign_names.json")
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.config.model import ModelConfig
-from phalanx.config.typed import Known, read_as
+from phalanx.config.values import Known, read_as
 from phalanx.errors import JobError
 from phalanx.nearest import nearest
 from phalanx.registry import View

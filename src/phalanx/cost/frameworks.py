@@ -19,7 +19,7 @@ from phalanx.blocks.operator import MemoryProfile
 from phalanx.config.cluster import Accelerator
 from phalanx.config.values import yaml_data
 from phalanx.cost.spec import Framework
-from phalanx.techniques.compiling import COMPILED_LOSS_TENSORS
+from phalanx.techniques.memory import COMPILED_LOSS_TENSORS
 
 CALIBRATION = Path(__file__).with_name("calibration.yaml")
 

@@ -24,7 +24,6 @@ import numpy as np
 
 from phalanx.config.corpora import PAIR, has_answers
 from phalanx.config.job import IGNORE, Data
-from phalanx.data.answers import ANSWERS
 from phalanx.data.index import ANSWER, read_table, token_ids
 from phalanx.data.loader import MicroBatch, samples_of
 from phalanx.data.packing import PackingFacts, RangeData
@@ -42,6 +41,7 @@ from phalanx.data.rows import (
     trained,
     with_context,
 )
+from phalanx.data.template import ANSWERS
 from phalanx.data.tokenizer import Tokenizer
 from phalanx.errors import DataError
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from phalanx.bounded import read_bytes, read_json
-from phalanx.config.typed import read_as
+from phalanx.config.values import read_as
 from phalanx.data.files import SPLITS, write_atomic
 from phalanx.data.tokenizer import LARGEST_VOCABULARY, Tokenizer
 from phalanx.errors import DataError

@@ -12,7 +12,7 @@ import os
 import secrets
 import sys
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -26,8 +26,7 @@ from phalanx.config.corpora import CORPORA, TOKENIZERS, corpus_of, number_of
 from phalanx.config.job import Data
 from phalanx.data import corpus
 from phalanx.data.corpus import Scan, Segment
-from phalanx.data.encode import Encoder
-from phalanx.data.files import SPLITS, TEMPORARY, TOKEN_SHARD_TOKENS, Progress, locked, open_regular, silent
+from phalanx.data.files import SPLITS, TEMPORARY, TOKEN_SHARD_TOKENS, Progress, locked, open_regular, silent, stripe
 from phalanx.data.formats import missing, pair_of
 from phalanx.data.index import (
     BLOCK_BYTES,
@@ -50,7 +49,6 @@ from phalanx.data.index import (
 from phalanx.data.megatron import cut_of, index_splits, open_megatron
 from phalanx.data.rows import RowText, encode_rows, row_texts, scan_rows
 from phalanx.data.settings import is_made_of_text, overrides, prepared_path, source_settings, tokenizer_path
-from phalanx.data.striping import stripe
 from phalanx.data.template import find_template
 from phalanx.data.tokenizer import (
     FORMAT,
@@ -60,9 +58,53 @@ from phalanx.data.tokenizer import (
     read_definition,
     require_in_vocabulary,
 )
-from phalanx.data.workers import cores
+from phalanx.data.workers import Workers, cores
 from phalanx.echo import echo
 from phalanx.errors import DataError, ExtensionError, JobError, PhalanxError
+
+
+def encode_segments(tokenizer: Tokenizer, segments: Iterable[Segment]) -> np.ndarray:
+    """Returns the tokens of consecutive segments, with their separators: (tokens,) int64."""
+    separator = np.array(tokenizer.separator, dtype=np.int64)
+    parts = [np.empty(0, dtype=np.int64)]
+    for segment in segments:
+        if segment.separated:
+            parts.append(separator)
+        parts.append(tokenizer.encode(segment.text))
+    tokens = np.concatenate(parts)
+    require_in_vocabulary(tokens, tokenizer.vocab_size, "the tokenizer")
+    return tokens
+
+
+class Encoder(Workers):
+    """Encodes lists of segments in the background: in `processes` children, which load the tokenizer from `folder`, or
+    in a thread of this process if that is 0."""
+
+    def __init__(self, tokenizer: Tokenizer, folder: Path, processes: int):
+        super().__init__("phalanx.data.prepare:encoder", str(folder.absolute()), processes)
+        self._tokenizer = tokenizer
+
+    def submit(self, segments: Sequence[Segment]) -> Future[np.ndarray]:
+        """Starts encoding; the result is (tokens,). A process that dies makes the future raise RunError."""
+        return self.threads.submit(self._encode, segments)
+
+    def _encode(self, segments: Sequence[Segment]) -> np.ndarray:
+        if not self.processes:
+            return encode_segments(self._tokenizer, segments)
+        request = json.dumps([[segment.text, segment.separated] for segment in segments])
+        return np.frombuffer(self.ask(request.encode()), dtype="<u4")
+
+
+def encoder(folder: str) -> Callable[[bytes], bytes]:
+    """Returns the work of a child process: it makes little-endian uint32 of [[text, separated], …] in JSON."""
+    tokenizer = Tokenizer.load(Path(folder))
+
+    def encode(request: bytes) -> bytes:
+        segments = [Segment(text, separated) for text, separated in json.loads(request)]
+        return encode_segments(tokenizer, segments).astype("<u4").tobytes()
+
+    return encode
+
 
 T = TypeVar("T", Segment, RowText)
 

@@ -21,11 +21,10 @@ import numpy as np
 from phalanx.bounded import parse_json
 from phalanx.config.corpora import CORPORA
 from phalanx.config.job import Data
-from phalanx.data.answers import ANSWERS, Part, replaced, texts_of
 from phalanx.data.corpus import SAVED_FACTS, Scan, chosen_files, code_points, describe, in_order
 from phalanx.data.formats import ROW_SUFFIXES, missing, records, records_inside
 from phalanx.data.index import ANSWER, EncodedRows
-from phalanx.data.template import ChatTemplate, Renderer, find_template
+from phalanx.data.template import ANSWERS, ChatTemplate, Part, Renderer, find_template, replaced, texts_of
 from phalanx.data.tokenizer import Tokenizer, require_in_vocabulary
 from phalanx.data.workers import Workers
 from phalanx.errors import DataError

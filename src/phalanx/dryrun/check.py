@@ -16,7 +16,7 @@ from phalanx.dryrun.rehearse import RankRehearsal, device_type_of, distinct_rank
 from phalanx.errors import DoesNotFitError, JobError
 from phalanx.partition import derived as batch
 from phalanx.plan.plan import Candidate, Plan
-from phalanx.techniques.compiling import compiles
+from phalanx.techniques.memory import compiles
 from phalanx.units import gib
 
 CHEAP = 600

@@ -9,7 +9,7 @@ from typing import Any
 from phalanx.config.job import Job
 from phalanx.cost.breakdown import subject
 from phalanx.dryrun.rehearse import RankRehearsal
-from phalanx.pictures.memory import memory_svg
+from phalanx.pictures.profile import memory_svg
 
 
 def picture(found: RankRehearsal, job: Job, limit: float) -> str:

@@ -13,13 +13,12 @@ from phalanx.config.corpora import CORPORA, has_pairs
 from phalanx.config.job import IGNORE, Data
 from phalanx.data import corpus
 from phalanx.data.corpus import Segment
-from phalanx.data.encode import encode_segments
 from phalanx.data.formats import pair_of
 from phalanx.data.index import DTYPES
 from phalanx.data.loader import MicroBatch, ShardData, TokenData
 from phalanx.data.megatron import open_megatron
 from phalanx.data.mixture import open_split
-from phalanx.data.prepare import prepare, segments_of
+from phalanx.data.prepare import encode_segments, prepare, segments_of
 from phalanx.data.settings import prepared_path, source_settings
 from phalanx.data.tokenizer import Tokenizer, require_in_vocabulary
 from phalanx.errors import DataError, JobError

@@ -127,7 +127,10 @@ def export(
     Raises JobError if the target is not empty, or if transformers cannot express the model, naming the fields;
     CheckpointError if the source is damaged or no run's; RunError if the target cannot be written.
     """
-    _check_target(target)
+    if os.path.lexists(target) and not is_empty_folder(target):
+        raise JobError(f"{target} exists and is not empty, and nothing is overwritten: name another folder")
+    if problems := list(parent_problems(target)):
+        raise JobError(problems)
     verify(source.manifest, progress)
     source = merged(source)
     manifest = source.manifest
@@ -136,7 +139,7 @@ def export(
     shapes = parameter_shapes(model)
     source.require(shapes)
     run = manifest.path.parent.parent if os.path.isfile(manifest.path / MANIFEST) else manifest.path
-    work = _Export(source, run, model, _tokenizer_in(run), [])
+    work = _Export(source, run, model, Tokenizer.load(run) if os.path.isfile(run / TOKENIZER) else None, [])
     names = WEIGHTS[family.model_type]
     weights = _Weights(source, model, [*links(model, names), *names.copies_in(model)], dtype)
     total = sum(tensor.nbytes for tensor in weights.tensors.values())
@@ -200,13 +203,6 @@ def read_parameter(source: Reader, name: str, dtype: str) -> Tensor:
     return source.read(master if wider else name)
 
 
-def _check_target(target: Path) -> None:
-    if os.path.lexists(target) and not is_empty_folder(target):
-        raise JobError(f"{target} exists and is not empty, and nothing is overwritten: name another folder")
-    if problems := list(parent_problems(target)):
-        raise JobError(problems)
-
-
 def model_of(manifest: Manifest) -> ModelConfig:
     vocabulary = manifest.meta.get("vocab_size")
     if "job" not in manifest.meta or not isinstance(vocabulary, int):
@@ -226,10 +222,6 @@ def _left_out(model: ModelConfig) -> Iterator[str]:
         yield "sparse.dense_warmup=true attends to all keys here; transformers attends to those that are chosen"
     if model.moe.n_experts and model.moe.capacity:
         yield f"moe.capacity={model.moe.capacity:g} drops tokens here; transformers routes every token"
-
-
-def _tokenizer_in(run: Path) -> Tokenizer | None:
-    return Tokenizer.load(run) if os.path.isfile(run / TOKENIZER) else None
 
 
 def _config(work: _Export, values: dict[str, Any], weights: _Weights) -> dict[str, Any]:
@@ -332,7 +324,11 @@ def library_definition(tokenizer: Tokenizer) -> str | None:
     if isinstance(tokenizer, LibraryTokenizer):
         return tokenizer.definition()
     if isinstance(tokenizer, CharTokenizer):
-        return _of_characters(tokenizer)
+        vocabulary = {character: number for number, character in enumerate(tokenizer.characters)}
+        if tokenizer.unknown:
+            vocabulary[UNKNOWN] = len(vocabulary)
+        model = {"type": "WordLevel", "vocab": vocabulary, "unk_token": UNKNOWN}
+        return _definition(model, _ANY_CHARACTER, {"type": "Fuse"})
     return _of_bytes() if isinstance(tokenizer, ByteTokenizer) else None
 
 
@@ -358,15 +354,6 @@ def end_of_text(tokenizer: Tokenizer) -> tuple[str, int] | None:
         return None
     text = tokenizer.decode(tokenizer.separator)
     return (text, tokenizer.separator[0]) if text in END_OF_TEXT else None
-
-
-def _of_characters(tokenizer: CharTokenizer) -> str:
-    """One word per character. Without an unknown token the library refuses other characters, as ours does."""
-    vocabulary = {character: number for number, character in enumerate(tokenizer.characters)}
-    if tokenizer.unknown:
-        vocabulary[UNKNOWN] = len(vocabulary)
-    model = {"type": "WordLevel", "vocab": vocabulary, "unk_token": UNKNOWN}
-    return _definition(model, _ANY_CHARACTER, {"type": "Fuse"})
 
 
 def _of_bytes() -> str:

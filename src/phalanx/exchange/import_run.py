@@ -78,7 +78,7 @@ class LinkedTensors(Reader):
         """
         self._model, self._files, weights = model, files, files.manifest
         family, shapes = WEIGHTS[model_type].stored_in(weights.tensors), parameter_shapes(model)
-        self._to = torch_types()[precision] if precision else None
+        self._to = {name: TORCH_DTYPES[stored] for stored, name in FLOATS.items()}[precision] if precision else None
         self._links: list[WeightLink] = list(links(model, family))
         expected = {
             name: shape for link in self._links for name, shape in shapes_of_theirs(link, model, shapes).items()
@@ -149,11 +149,6 @@ def _of_one_type(tensors: list[Tensor]) -> list[Tensor]:
     """Returns tensors in the type that holds all of them."""
     widest = reduce(torch.promote_types, (tensor.dtype for tensor in tensors))
     return [tensor.to(widest) for tensor in tensors]
-
-
-def torch_types() -> dict[str, torch.dtype]:
-    """Returns torch's types by their names in jobs."""
-    return {name: TORCH_DTYPES[stored] for stored, name in FLOATS.items()}
 
 
 def import_folder(

@@ -15,8 +15,7 @@ import yaml
 
 from phalanx.config import values, yaml_file
 from phalanx.config.layout import Layout
-from phalanx.config.typed import read_as
-from phalanx.config.values import LOADER, too_deep
+from phalanx.config.values import LOADER, read_as, too_deep
 from phalanx.config.yaml_file import Setting
 from phalanx.errors import JobError
 from phalanx.nearest import did_you_mean

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from torch._C._distributed_c10d import Store  # torch.distributed.Store, to the type stubs
 
-from phalanx.axes.tensor import tensor_problems
+from phalanx.axes.catalogue import tensor_problems
 from phalanx.checkpoint.manifest import Manifest, job_of
 from phalanx.comm.agree import broadcast_json
 from phalanx.config.job import Job, RunOptions

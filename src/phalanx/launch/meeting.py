@@ -32,7 +32,7 @@ from weakref import WeakSet
 from torch._C._distributed_c10d import FileStore, HashStore, Store, TCPStore  # torch.distributed.*, to the type stubs
 
 from phalanx.bounded import parse_json, read_text
-from phalanx.config.typed import read_as
+from phalanx.config.values import read_as
 from phalanx.data.files import write_atomic
 from phalanx.errors import JobError, PhalanxError, RunError, StoppedError
 from phalanx.launch.hosts import address_towards, interface_towards, interfaces

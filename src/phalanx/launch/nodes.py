@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.bounded import parse_json
-from phalanx.config.typed import read_as
+from phalanx.config.values import read_as
 from phalanx.data.files import open_regular
 from phalanx.errors import PhalanxError, RunError
 from phalanx.launch import logs

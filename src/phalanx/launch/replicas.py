@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from phalanx.bounded import parse_json
-from phalanx.config.typed import read_as
+from phalanx.config.values import read_as
 from phalanx.errors import RunError
 from phalanx.launch.peers import QuietServer
 from phalanx.launch.ranks import REPLICA

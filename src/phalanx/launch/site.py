@@ -18,8 +18,7 @@ from phalanx.bounded import read_text
 from phalanx.config import yaml_file
 from phalanx.config.clusters import default_path
 from phalanx.config.constraints import Interval, Matches, Printable
-from phalanx.config.typed import TypedError, read_as
-from phalanx.config.values import LOADER, convert
+from phalanx.config.values import LOADER, TypedError, convert, read_as
 from phalanx.config.yaml_file import MOST_BYTES, PLAIN_TAGS
 from phalanx.errors import JobError
 from phalanx.launch.exported import is_secret

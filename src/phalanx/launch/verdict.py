@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 import phalanx
 from phalanx.bounded import parse_json, read_bytes
-from phalanx.config.typed import read_as
+from phalanx.config.values import read_as
 from phalanx.echo import shortened
 from phalanx.errors import (
     CheckpointError,

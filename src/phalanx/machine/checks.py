@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import IO, Any, Concatenate, Literal, ParamSpec, TypeVar
 
 from phalanx.config.job import Job
-from phalanx.config.typed import read_as
+from phalanx.config.values import read_as
 from phalanx.errors import JobError
 from phalanx.launch.ranks import Ranks, detect
 from phalanx.train.run_directory import RunDirectory

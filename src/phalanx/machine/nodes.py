@@ -25,7 +25,7 @@ from typing import Any, TypeVar
 from torch._C._distributed_c10d import Store, TCPStore  # torch.distributed.*, to the type stubs
 
 from phalanx.bounded import parse_json
-from phalanx.config.typed import read_as
+from phalanx.config.values import read_as
 from phalanx.echo import echo
 from phalanx.errors import PhalanxError, RunError
 from phalanx.launch.hosts import interface_towards, interfaces, is_this_machine

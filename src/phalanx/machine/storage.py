@@ -24,9 +24,18 @@ from phalanx.config.trackers import missing
 from phalanx.cost.job_spec import rank_spec
 from phalanx.cost.rank_memory import step_memory
 from phalanx.cost.state_formulas import state_bytes
-from phalanx.data.files import TEMPORARY, open_regular, sync, write_atomic
+from phalanx.data.files import (
+    LUSTRE,
+    MOUNTS,
+    TEMPORARY,
+    mount_of,
+    open_regular,
+    striping_in,
+    sync,
+    targets_in,
+    write_atomic,
+)
 from phalanx.data.settings import vocabulary_size
-from phalanx.data.striping import LUSTRE, MOUNTS, mount_of, striping_in, targets_in
 from phalanx.errors import CheckpointError, DataError, JobError, RunError
 from phalanx.machine.checks import CheckedMachine, CheckResult, Problems, check, error, ok, warn
 from phalanx.machine.system import memory_bytes

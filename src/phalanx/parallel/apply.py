@@ -59,7 +59,7 @@ from phalanx.partition.derived import (
 from phalanx.partition.tensor_slices import padded_vocabulary
 from phalanx.registry import package_code
 from phalanx.techniques.catalogue import OWN, TECHNIQUES, techniques_of
-from phalanx.techniques.compiling import compiles, refusal
+from phalanx.techniques.memory import compiles, refusal
 from phalanx.units import counted
 
 log = logging.getLogger(__name__)

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from math import ceil, sqrt
 
-from phalanx.axes.context import unbalanced
+from phalanx.axes.catalogue import unbalanced
 from phalanx.blocks.attention import visible_pairs
 from phalanx.blocks.kinds import block_kinds
 from phalanx.config.job import Job

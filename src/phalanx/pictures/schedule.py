@@ -12,11 +12,12 @@ from functools import cache
 from typing import NamedTuple
 
 from phalanx.echo import echo
-from phalanx.pictures.elements import COLOURS, NEUTRAL, document, heading, rule, text, ticks
+from phalanx.pictures.elements import COLOURS, END, NEUTRAL, SMALL, box, document, fill_of, heading, rule, text, ticks
 from phalanx.schedule.check import in_flight
 from phalanx.schedule.schedule import Action, Schedule
 from phalanx.schedule.timing import Timing
-from phalanx.units import counted
+from phalanx.simulate.slices import SliceCut
+from phalanx.units import counted, duration
 
 _KINDS = {
     "F": (COLOURS[0], "forward pass"),
@@ -291,3 +292,48 @@ def _intervals(timing: Timing, rank: int) -> Iterator[_Interval]:
 def _label(action: Action, schedule: Schedule, variant: int, count: int) -> str:
     letter = string.ascii_lowercase[variant % 26] if count > 1 else ""
     return f"{action.kind}{action.micro}{f'.{action.slice}' if schedule.slices > 1 else ''}{letter}"
+
+
+_SLICES_LEFT, _WIDTH, _SLICES_ROW = 90.0, 820.0, 16.0
+_MOST_ROWS = 16
+"""Ranks in a picture; of a longer pipeline only the first."""
+
+
+def slices_svg(cuts: dict[str, SliceCut], where: str) -> str:
+    """Returns the first micro-batch under every cut, on one scale of time; `where` names model and machine."""
+    drawn = {name: list(_passes(cut)) for name, cut in cuts.items()}
+    longest = max(start + seconds for passes in drawn.values() for *_, start, seconds in passes)
+    parts, top = [heading(16, 28, f"{where}: the first micro-batch in slices, on the slowest stage's times")], 60.0
+    for name, passes in drawn.items():
+        cut, rows = cuts[name], min(cuts[name].ranks, _MOST_ROWS)
+        tokens = ", ".join(map(str, cut.tokens[:12])) + (", …" if len(cut.tokens) > 12 else "")
+        parts.append(text(16, top, f"{name}: {duration(cut.latency)} per step; tokens {tokens}"))
+        parts += [
+            text(_SLICES_LEFT - 8, top + 20 + rank * _SLICES_ROW, f"rank {rank}", f"{END} {SMALL}")
+            for rank in range(rows)
+        ]
+        for kind, rank, number, start, seconds in passes:
+            if rank < rows:
+                tip = f"{kind} of slice {number}: {cut.tokens[number]} tokens, {duration(seconds)}"
+                x, width = _SLICES_LEFT + _WIDTH * start / longest, max(0.3, _WIDTH * seconds / longest - 0.5)
+                parts.append(
+                    box(x, top + 9 + rank * _SLICES_ROW, width, _SLICES_ROW - 3, fill_of(COLOURS[kind == "B"]), tip)
+                )
+        top += rows * _SLICES_ROW + 44
+    return document(where, _SLICES_LEFT + _WIDTH + 24, top, parts)
+
+
+def _passes(cut: SliceCut) -> Iterator[tuple[str, int, int, float, float]]:
+    """Yields kind, rank, slice, start and seconds of the passes of one micro-batch."""
+    free, last = [0.0] * cut.ranks, range(len(cut.tokens))
+    for kind, order, ranks, times in (
+        ("F", last, range(cut.ranks), cut.forward),
+        ("B", reversed(last), reversed(range(cut.ranks)), cut.backward),
+    ):
+        through = [*ranks]
+        for number in order:
+            before = 0.0
+            for rank in through:
+                start = max(before, free[rank])
+                before = free[rank] = start + times[number]
+                yield kind, rank, number, start, times[number]

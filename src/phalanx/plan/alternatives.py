@@ -36,7 +36,7 @@ from phalanx.plan.space import (
     divisors,
 )
 from phalanx.schedule.catalogue import SCHEDULES
-from phalanx.techniques.offload import offloads
+from phalanx.techniques.memory import offloads
 from phalanx.units import gib
 
 MENTIONED = 0.01

@@ -16,7 +16,7 @@ from phalanx.cost.spec import StepSpec
 from phalanx.errors import JobError
 from phalanx.partition.derived import MODES, PARTS, legal_modes, solve, tier_of
 from phalanx.plan.plan import Alternative, Candidate, Plan
-from phalanx.techniques.offload import CHEAPEST_FIRST, can_offload
+from phalanx.techniques.memory import CHEAPEST_FIRST, can_offload
 from phalanx.units import gib, seconds
 
 MOST_CHANGES = 5

@@ -29,7 +29,7 @@ from phalanx.plan.plan import Alternative, Candidate, Plan, SpacePoint
 from phalanx.plan.refine import refinements, with_fp8_gathers, with_second_copies
 from phalanx.plan.simplicity import ranked, simplicity
 from phalanx.plan.space import PlanRequest, plan_request
-from phalanx.techniques.offload import offloads
+from phalanx.techniques.memory import offloads
 from phalanx.units import gib
 
 MOST_FAMILIES = 8

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from phalanx.axes.experts import EXPERTS
-from phalanx.check.layout import layout_problems
+from phalanx.axes.catalogue import EXPERTS
+from phalanx.check.job import layout_problems
 from phalanx.config.cluster import Cluster, with_processes
 from phalanx.config.corpora import PAIR, Compared, has_pairs
 from phalanx.config.job import GrpoOptions, Job, Optimizer, Train

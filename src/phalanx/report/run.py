@@ -254,7 +254,15 @@ def read_run(path: Path) -> RunRecord:
     """Returns the record of a run's directory. Raises DataError if it is not one."""
     require_run(path)
     record = RunRecord(path)
-    _read_metrics(record)
+    try:
+        record.metrics.read(record.path / "metrics.jsonl")
+    except OSError as error:
+        record.notes.append(f"metrics.jsonl cannot be read: {error.strerror or error}")
+    if count := record.metrics.no_rows:
+        which = f"line {record.metrics.first_no_row} is no row of metrics and is"
+        if count > 1:
+            which = f"{count} lines are no rows of metrics, the first is line {record.metrics.first_no_row}; they are"
+        record.notes.append(f"metrics.jsonl: {which} left out")
     read_job(record)
     with suppress(OSError, ValueError):
         found = read_json(path / "env.json", _MOST_BYTES)
@@ -262,7 +270,16 @@ def read_run(path: Path) -> RunRecord:
     with suppress(OSError, ValueError):
         record.commands = read_text(path / "command.txt", _MOST_BYTES).splitlines()
     record.checkpoints = list(_checkpoints(path / "checkpoints"))
-    record.attempts, record.hangs = _attempts(path / "logs")
+    folder = path / "logs"
+    names: list[str] = []
+    with suppress(OSError):
+        names = [name for name in os.listdir(folder) if _ATTEMPT.fullmatch(name)]
+    hangs = {}
+    for name in names:
+        with suppress(OSError):
+            text = read_tail(folder / name / "hang.txt", _MOST_BYTES).decode(errors="replace")
+            hangs[name] = text.partition("\n")[0]
+    record.attempts, record.hangs = len(names), hangs
     record.profile = _profile(record)
     record.alive = is_alive(path)
     return record
@@ -281,18 +298,6 @@ def is_alive(path: Path) -> bool:
         lock = path / ".lock"
         return lock.stat().st_size > 0 and time.time() - lock.stat().st_mtime < _ALIVE_S
     return False
-
-
-def _read_metrics(record: RunRecord) -> None:
-    try:
-        record.metrics.read(record.path / "metrics.jsonl")
-    except OSError as error:
-        record.notes.append(f"metrics.jsonl cannot be read: {error.strerror or error}")
-    if count := record.metrics.no_rows:
-        which = f"line {record.metrics.first_no_row} is no row of metrics and is"
-        if count > 1:
-            which = f"{count} lines are no rows of metrics, the first is line {record.metrics.first_no_row}; they are"
-        record.notes.append(f"metrics.jsonl: {which} left out")
 
 
 def read_job(record: RunRecord) -> None:
@@ -315,19 +320,6 @@ def _checkpoints(folder: Path) -> Iterator[CheckpointFiles]:
                     size = sum(file.stat(follow_symlinks=False).st_size for file in files)
                 found.append(CheckpointFiles(int(match[1]), size, entry.stat().st_mtime))
     yield from sorted(found, key=lambda each: each.step)
-
-
-def _attempts(folder: Path) -> tuple[int, dict[str, str]]:
-    """Returns the number of attempts, and the first line of the watchdog's report of those that hung."""
-    names: list[str] = []
-    with suppress(OSError):
-        names = [name for name in os.listdir(folder) if _ATTEMPT.fullmatch(name)]
-    hangs = {}
-    for name in names:
-        with suppress(OSError):
-            text = read_tail(folder / name / "hang.txt", _MOST_BYTES).decode(errors="replace")
-            hangs[name] = text.partition("\n")[0]
-    return len(names), hangs
 
 
 def _profile(record: RunRecord) -> dict[str, Any] | None:

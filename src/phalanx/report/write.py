@@ -18,7 +18,7 @@ from phalanx.config.fields import get, leaves
 from phalanx.cost.breakdown import duration
 from phalanx.data.files import write_atomic
 from phalanx.pictures.page import html_page, section, table
-from phalanx.report import charts, page
+from phalanx.report import page
 from phalanx.report.figures import Expected, expected, figures
 from phalanx.report.run import RunRecord, read_run
 from phalanx.units import gib
@@ -51,7 +51,7 @@ def pages(records: Sequence[RunRecord], predictions: Sequence[Expected], *, comp
     if compare:
         parts = [
             page.STYLE_ELEMENT,
-            *section("curves", "Curves", page.chart_grid(charts.charts(records))),
+            *section("curves", "Curves", page.chart_grid(page.charts(records))),
             *section("figures", "Figures", _figures(records)),
             *section("differences", "What differs in the jobs", _differences(records)),
             page.foot(),
@@ -136,7 +136,7 @@ def write_record(record: RunRecord) -> Path:
     """Writes the report of a run that was read into its directory and returns its path. Raises OSError."""
     run = record.path
     write_atomic(run / REPORT, page.html(record, expected(record)).encode(errors="backslashreplace"))
-    for picture in charts.loss([record], alone=True):
+    for picture in page.loss([record], alone=True):
         write_atomic(run / LOSS, picture.encode(errors="backslashreplace"))
     return run / REPORT
 

@@ -6,22 +6,633 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from functools import lru_cache
 from types import MappingProxyType
+from typing import Any
 
+from phalanx.blocks.kinds import HALVES, TABLES, block_kinds
+from phalanx.blocks.operator import Half, Place
+from phalanx.blocks.residual import EVERY, can_adapt, is_target, layer_of, names_of
 from phalanx.config.added import TECHNIQUE_OPTIONS, OptionsTable, Techniques
-from phalanx.config.job import Job
+from phalanx.config.cluster import DEVICE_WORDS
+from phalanx.config.corpora import CORPORA, PAIR, has_pairs, has_prompts
+from phalanx.config.fields import get, leaves
+from phalanx.config.job import DpoOptions, GrpoOptions, Job
+from phalanx.config.layout import Layout
+from phalanx.config.model import ModelConfig
+from phalanx.config.precision import FP8_UNITS, SCALED
 from phalanx.errors import JobError
+from phalanx.facts import CodePlace
+from phalanx.nearest import Misfit, did_you_mean, multiples
+from phalanx.optimizers.catalogue import OPTIMIZERS
 from phalanx.optimizers.entry import UpdateCosts
-from phalanx.partition.derived import is_offloaded, modes, written
+from phalanx.partition import derived as batch
+from phalanx.partition.derived import (
+    BLOCK,
+    LARGEST,
+    PARAMETER_BYTES,
+    flushes,
+    gathers_parameters,
+    is_offloaded,
+    modes,
+    overlaps,
+    stashes,
+    written,
+)
 from phalanx.registry import package_code
-from phalanx.techniques.adapters import ADAPTERS
-from phalanx.techniques.compiling import COMPILE
-from phalanx.techniques.loss import LOSS_CHUNK, NOISE, POLICY, PREFERENCE, REWARD, SMOOTHING
-from phalanx.techniques.offload import OFFLOAD
-from phalanx.techniques.precision import PRECISION
-from phalanx.techniques.replicas import COMPRESSION, ELASTIC, INDEPENDENT_REPLICAS, THREADS
-from phalanx.techniques.technique import Condition, Problem, Technique, problems
-from phalanx.techniques.tiling import TILING
-from phalanx.techniques.zeropp import QUANTISATION, SECOND_COPY
+from phalanx.schedule.catalogue import SCHEDULES
+from phalanx.techniques.memory import COMPILE, OFFLOAD, QUANTISATION, SECOND_COPY, TILING
+from phalanx.techniques.technique import Condition, Effect, Problem, Technique, above, is_one_of, problems
+
+
+def _problems(job: Job) -> Iterator[Problem]:
+    """Yields what a format cannot be combined with."""
+    train, device = job.train, job.cluster.accelerator
+    if train.cpu_linear == "onednn" and (
+        train.precision != "fp32" or train.compile is True or job.cluster.device in DEVICE_WORDS
+    ):
+        yield "train.cpu_linear", "onednn needs precision fp32 on a CPU, without compile; auto uses it where it can"
+    if train.precision != "fp8":
+        return
+    if device.name and not device.fp8_tflops:
+        yield (
+            "train.precision",
+            f"fp8 needs matrix products in 8 bits, and {device.name} has none (cluster.accelerator.fp8_tflops is 0); "
+            "nearest legal: bf16",
+        )
+    unit = FP8_UNITS[train.fp8_scaling]
+    if train.fp8_scaling == "mxfp8" and device.fp8_tflops and not device.fp4_tflops:
+        yield (
+            "train.fp8_scaling",
+            f"mxfp8 needs products whose blocks of {unit} have scales (Blackwell), and {device.name} has none "
+            "(cluster.accelerator.fp4_tflops is 0); nearest legal: rowwise",
+        )
+    if device.fp8_tflops and job.model.d_model % unit:
+        yield (
+            "model.d_model",
+            Misfit(
+                f"d_model {job.model.d_model} is not a multiple of {unit}, so that train.precision=fp8 would "
+                "leave every matrix in bf16",
+                job.model.d_model,
+                {"model.d_model": multiples(unit, job.model.d_model)},
+            ),
+        )
+    if job.model.lora.rank:
+        yield "train.precision", "fp8 is for training whole weights, not adapters (model.lora); nearest legal: bf16"
+
+
+def _layout_problems(job: Job) -> Iterator[Problem]:
+    """Yields what cannot skip a step."""
+    layout = job.layout
+    if job.train.precision != SCALED:
+        return
+    if overlaps(layout):
+        yield (
+            "train.precision",
+            f"{layout.schedule} cannot skip a step whose fp16 gradients overflow; nearest legal: precision=bf16, or "
+            "schedule=1f1b",
+        )
+    if layout.sync != "bsp":
+        yield (
+            "layout.sync",
+            f"{layout.sync} does not work with fp16, whose loss scale all replicas would share in every step; nearest "
+            "legal: precision=bf16, or sync=bsp",
+        )
+
+
+def _effect(job: Job) -> Effect:
+    train, framework, profile = job.train, {}, {}
+    if train.precision == "fp8":
+        experts = job.cluster.accelerator.fp8_experts
+        framework = {
+            "narrow_experts": experts,
+            "narrow_unit": FP8_UNITS[train.fp8_scaling],
+            "offers_fp8_gathers": experts or not job.model.moe.n_experts,
+        }
+    if train.gradients != "same":
+        profile = {"gradient_bytes": 4, "unbuffered_gradient_bytes": PARAMETER_BYTES[train.precision]}
+    return Effect(framework=framework, profile=profile)
+
+
+PRECISION = Technique(
+    "the number format of products, gradients and parameters",
+    "Micikevicius et al. 2018 and 2022",
+    is_on=lambda job: job.train.precision != "fp32",
+    fields=("train.precision", "train.gradients", "train.fp8_scaling", "train.cpu_linear"),
+    problems=_problems,
+    layout_problems=_layout_problems,
+    conditions={"train.fp8_scaling": is_one_of("train.precision", "fp8")},
+    effect=_effect,
+    stage="layers",
+    apply="phalanx.parallel.apply:apply_number_format",
+)
+
+
+def sync_problems(job: Job) -> Iterator[Problem]:
+    """Yields the dotted path of each wrong field, and the message with the nearest legal choice."""
+    layout, sync = job.layout, job.layout.sync
+    if sync == "bsp":
+        return
+    if layout.dp_replicate < 2:
+        yield (
+            "layout.sync",
+            f"{sync} synchronises replicas, dp_replicate is {layout.dp_replicate}; nearest legal: "
+            "dp_replicate=2, or sync=bsp",
+        )
+    if layout.data_parallel == "threads":
+        yield (
+            "layout.sync",
+            f"{sync} needs replicas with their own parameters, threads share them; nearest legal: "
+            "data_parallel=ddp, or sync=bsp",
+        )
+    yield from _beside_cuts(layout)
+    if sync != "asp":
+        for path in ("train.eval_every", "checkpoint.every", "checkpoint.memory_every"):
+            every = get(job, path)
+            if every % layout.sync_every:
+                below = every // layout.sync_every * layout.sync_every
+                legal = f"{below} or {below + layout.sync_every}" if below else f"{layout.sync_every}"
+                yield (
+                    path,
+                    f"replicas synchronise every sync_every {layout.sync_every} steps and differ in between; {every} "
+                    f"is not a multiple of it, nearest: {legal}",
+                )
+
+
+def _beside_cuts(layout: Layout) -> Iterator[Problem]:
+    """Yields what cuts models or sequences that replicas need whole, or leaves no end of a step to meet at."""
+    if layout.sync == "asp":
+        if layout.cp > 1 or layout.ep > 1:
+            axis = "cp" if layout.cp > 1 else "ep"
+            yield (
+                "layout.sync",
+                f"asp needs replicas with whole models and whole sequences, {axis} {getattr(layout, axis)} cuts them; "
+                f"nearest legal: sync=bsp, or {axis}=1",
+            )
+        if layout.pp > 1:
+            yield (
+                "layout.sync",
+                f"asp needs replicas with whole models, pp {layout.pp} cuts them; nearest legal: sync=bsp, or pp=1",
+            )
+    elif overlaps(layout):
+        yield (
+            "layout.sync",
+            f"{layout.schedule} has no flush between steps at which replicas could synchronise by {layout.sync}; "
+            "nearest legal: sync=bsp, or schedule=1f1b",
+        )
+
+
+def _thread_problems(job: Job) -> Iterator[Problem]:
+    layout = job.layout
+    if layout.data_parallel == "threads" and layout.world != layout.dp_replicate:
+        yield "layout.data_parallel", f"threads works with dp_replicate alone, not with {layout.line()}"
+
+
+_UNEQUAL = {
+    "asp": "asynchronous SGD computes each share of a step at whatever parameters its replica has just read, so the "
+    "result depends on the order in which replicas come",
+    "local_sgd": "replicas of local SGD step alone and then average their parameters, which one process does not",
+    "diloco": "replicas of DiLoCo step alone and an outer optimizer joins their changes, which one process does not",
+}
+"""Why a way to synchronise does not compute what one process computes."""
+
+
+def _differs(job: Job) -> Iterator[Problem]:
+    if (sync := job.layout.sync) != "bsp":
+        yield "layout.sync", f"{sync} is not compared: {_UNEQUAL[sync]}; nearest legal: sync=bsp"
+
+
+def _threads_differ(job: Job) -> Iterator[Problem]:
+    if job.layout.data_parallel == "threads" and job.cluster.device in DEVICE_WORDS:
+        yield "layout.data_parallel", "threads is for CPUs; nearest legal: data_parallel=ddp, or cluster.device=cpu"
+
+
+def _compression_problems(job: Job) -> Iterator[Problem]:
+    """Yields the sums that cannot be compressed."""
+    layout, form = job.layout, job.layout.compression
+    if form == "none":
+        return
+    if layout.dp_replicate < 2 or layout.sync != "bsp":
+        yield (
+            "layout.compression",
+            f"{form} is for gradients that replicas sum in every step, dp_replicate is {layout.dp_replicate} and sync "
+            f"{layout.sync}; nearest legal: compression=none, or dp_replicate=2 with sync=bsp",
+        )
+    if layout.data_parallel == "threads":
+        yield (
+            "layout.compression",
+            f"{form} shortens messages, and threads send none; nearest legal: compression=none, or data_parallel=ddp",
+        )
+    if gathers_parameters(layout) and (is_offloaded(layout, "optimizer") or is_offloaded(layout, "parameters")):
+        yield (
+            "layout.compression",
+            f"{form} follows the last reduce-scatter of zero=3, from which offload={layout.offload} takes gradients to "
+            "the host at once; nearest legal: compression=none, or offload=none",
+        )
+    if form != "powersgd":
+        return
+    if layout.shard_ranks > 1 and layout.zero < 3:
+        yield (
+            "layout.compression",
+            f"powersgd needs whole rows of matrices, zero {layout.zero} cuts them anywhere for dp_shard "
+            f"{layout.dp_shard} × cp {layout.cp} = {layout.shard_ranks} ranks; nearest legal: zero=3, or "
+            "compression=int8",
+        )
+    if stashes(layout) or overlaps(layout):
+        yield (
+            "layout.compression",
+            f"powersgd feeds the error of a step back in the next one, and steps of {layout.schedule} overlap; nearest "
+            "legal: schedule=1f1b, or compression=int8",
+        )
+    if job.train.precision == "fp16":
+        yield (
+            "layout.compression",
+            "powersgd keeps errors over steps whose loss scale differs in fp16; nearest legal: train.precision=bf16, "
+            "or compression=int8",
+        )
+
+
+def _compression_differs(job: Job) -> Iterator[Problem]:
+    if (form := job.layout.compression) == "none":
+        return
+    lost = "sums only their part in a space of compression_rank dimensions, and the rest in later steps"
+    if form != "powersgd":
+        lost = f"rounds gradients and their sum by at most 1/{2 * LARGEST[form]} of the largest of {BLOCK}"
+    yield (
+        "layout.compression",
+        f"{form} {lost}, so it does not equal one process to verify's tolerance; nearest legal: compression=none",
+    )
+
+
+def _elastic_problems(job: Job) -> Iterator[Problem]:
+    """Yields what replicas that come and go do not do yet."""
+    least, layout = job.run.min_replicas, job.layout
+    if not least:
+        return
+    if not 2 <= layout.dp_replicate >= least:
+        yield (
+            "run.min_replicas",
+            f"asks for {least} replicas, and dp_replicate is {layout.dp_replicate}; nearest legal: "
+            f"{max(1, min(least, layout.dp_replicate))} with layout.dp_replicate={max(2, layout.dp_replicate)}",
+        )
+    refused = {
+        "layout.pp": (layout.pp > 1, "a schedule has a fixed number of micro-batches", "pp=1"),
+        "layout.sync": (layout.sync != "bsp", "replicas sum gradients in every step", "sync=bsp"),
+        "layout.compression": (layout.compression != "none", "sums are not compressed", "compression=none"),
+        "layout.data_parallel": (layout.data_parallel == "threads", "replicas are processes", "data_parallel=ddp"),
+        "layout.axes": (bool(layout.axes.sizes), "axes of packages join their ranks once", "none of them"),
+        "layout.offload": (layout.offload != "none", "gradients are summed on the device", "offload=none"),
+        "model.moe.n_experts": (bool(job.model.moe.n_experts), "routers count over all ranks", "a dense model"),
+        "model.sparse.top_k": (bool(job.model.sparse.top_k), "indexers count over all ranks", "top_k=0"),
+        "model.mtp": (bool(job.model.mtp), "only the main loss is summed", "mtp=0"),
+        "data.corpus": (
+            CORPORA[job.data.corpus].rows is not None,
+            "only the loss of texts is summed",
+            "a corpus of texts",
+        ),
+        "data.readers": (bool(job.data.readers), "a replica reads for itself", "readers=0"),
+        "checkpoint.memory_every": (bool(job.checkpoint.memory_every), "replicas are the copies", "memory_every=0"),
+        "run.nnodes": (bool(job.run.nnodes), "the launcher of one machine holds the replicas", "leave it out"),
+        "run.max_restarts": (not job.run.max_restarts, "a replica comes back by a restart", "max_restarts=3"),
+    }
+    for path, (wrong, why, legal) in refused.items():
+        if wrong:
+            yield path, f"with run.min_replicas={least} {why}; nearest legal: {legal}, or run.min_replicas=0"
+
+
+_DILOCO = is_one_of("layout.sync", "diloco")
+INDEPENDENT_REPLICAS = Technique(
+    "replicas that train alone and synchronise now and then",
+    "Dean et al. 2012; McMahan et al. 2017; Douillard et al. 2023",
+    is_on=lambda job: job.layout.sync != "bsp",
+    fields=("layout.sync", "layout.sync_every", "optimizer.outer_lr", "optimizer.outer_momentum"),
+    layout_problems=sync_problems,
+    conditions={
+        "layout.sync_every": is_one_of("layout.sync", "local_sgd", "diloco"),
+        "optimizer.outer_lr": _DILOCO,
+        "optimizer.outer_momentum": _DILOCO,
+    },
+    differs=_differs,
+)
+ELASTIC = Technique(
+    "replicas that come and go",
+    "torchft (Meta 2025), fault-tolerant HSDP",
+    is_on=lambda job: job.run.min_replicas > 0,
+    fields=("run.min_replicas",),
+    layout_problems=_elastic_problems,
+)
+THREADS = Technique(
+    "replicas as threads of one process",
+    "torch's DataParallel",
+    is_on=lambda job: job.layout.data_parallel == "threads",
+    fields=("layout.data_parallel",),
+    layout_problems=_thread_problems,
+    conditions={"layout.data_parallel": above("layout.dp_replicate", 1, "replicas: ", auto=True)},
+    layouts=("dp_replicate=2,accumulation=2,data_parallel=threads",),
+    differs=_threads_differ,
+)
+COMPRESSION = Technique(
+    "gradients summed over replicas in a compressed form (codes, PowerSGD)",
+    "Vogels et al. 2019; Wang et al. 2023, section 3.3",
+    is_on=lambda job: job.layout.compression != "none",
+    fields=("layout.compression", "layout.compression_rank", "layout.compression_start"),
+    layout_problems=_compression_problems,
+    conditions={
+        "layout.compression_rank": is_one_of("layout.compression", "powersgd"),
+        "layout.compression_start": is_one_of("layout.compression", "int8", "int4", "powersgd"),
+    },
+    differs=_compression_differs,
+    compared_without=True,
+)
+
+
+_OF_PAIRS = {
+    "layout.sync": ("bsp", "the loss of pairs needs sync=bsp"),
+    "layout.data_parallel": ("ddp", "threads would cut pairs"),
+}
+_OF_REWARDS = {
+    "model.tied": (False, "a reward model has a head of its own"),
+    "layout.loss_chunk": (0, "a reward model has no logits to save"),
+    "model.lora.rank": (0, "adapters leave the head of the reward as it begins"),
+    "model.mtp": (0, "a reward model predicts no tokens"),
+    "model.logit_softcap": (0.0, "a reward model has no logits"),
+    "model.logit_divisor": (1.0, "a reward model has no logits"),
+}
+_OF_COMPLETIONS = {
+    "model.dropout": (0.0, "makes training differ from generation"),
+    "layout.sync": ("bsp", "replicas must train on completions of one policy"),
+    "layout.data_parallel": ("ddp", "threads cannot generate"),
+    "model.mtp": (0, "the loss of completions has no part for further tokens"),
+    "model.reward": (False, "a reward model generates nothing"),
+    "train.label_smoothing": (0.0, "the loss of completions has no labels"),
+    "train.neftune_alpha": (0.0, "makes training differ from generation"),
+    "train.batch_ramp": ("", "every batch of completions has the same size"),
+    "train.seq_ramp": ("", "completions are sequences of their own"),
+    "data.readers": (0, "each rank reads the prompts that it generates for"),
+    "layout.tiles": (1, "generation computes whole matrices"),
+    "layout.quantise_weights": ("none", "generation computes with the weights themselves"),
+}
+"""The values that fields must have with preference pairs, reward models and completions (GRPO), and why."""
+
+
+def _must_be(job: Job, values: Mapping[str, tuple[Any, str]]) -> Iterator[Problem]:
+    """Yields every field that has another value than it must have."""
+    for path, (legal, why) in values.items():
+        if (found := get(job, path)) != legal:
+            shown, needed = (str(each).lower() if isinstance(each, bool) else each for each in (found, legal))
+            yield path, f"is {shown}: {why}; nearest legal: {path.rpartition('.')[2]}={needed}"
+
+
+def preference_problems(job: Job) -> Iterator[Problem]:
+    """Yields what does not suit pairs, and options of pairs where there are none."""
+    if not has_pairs(job.data):
+        if job.train.dpo != DpoOptions():
+            changed = next(name for name, value in vars(job.train.dpo).items() if value != getattr(DpoOptions(), name))
+            where = f"train.dpo.{changed}"
+            of_tokens = ", or train.label_smoothing" if changed == "label_smoothing" else ""
+            why = f"is for pairs, corpus {job.data.corpus} has none; nearest legal: corpus=preferences{of_tokens}"
+            yield where, why
+        return
+    if job.model.reward and job.train.dpo.beta != DpoOptions().beta:
+        yield "train.dpo.beta", "ties to a reference, which a reward model does not have; leave it out"
+    if job.train.label_smoothing:
+        yield "train.label_smoothing", "is for tokens, this job's loss is of pairs: set train.dpo.label_smoothing"
+    if modules := job.model.mtp:
+        yield (
+            "model.mtp",
+            f"the loss of pairs has no part for further tokens, mtp is {modules}; nearest legal: mtp=0 with "
+            f"n_layers={job.model.main.n_layers}, as `phalanx import hf` reads it with --layers",
+        )
+    layout = job.layout
+    yield from _must_be(job, _OF_PAIRS)
+    if layout.pp > 1 and (not flushes(layout) or stashes(layout)):
+        yield "layout.schedule", f"{layout.schedule} does not end a step's pairs with it; nearest legal: schedule=1f1b"
+
+
+def pair_batch_problems(job: Job) -> Iterator[Problem]:
+    """Yields why the micro-batches of a whole layout would cut pairs."""
+    if not has_pairs(job.data):
+        return
+    try:
+        micro = batch.solve(job.train.global_batch, job.layout).micro_batch
+    except ValueError:
+        return  # reported with the layout
+    if micro % PAIR:
+        yield (
+            "layout.micro_batch",
+            f"is {micro} sequences, which cuts a pair of {PAIR}; nearest legal: {micro + 1}"
+            + (f" or {micro - 1}" if micro > 1 else ""),
+        )
+
+
+def reward_problems(job: Job) -> Iterator[Problem]:
+    """Yields what a reward model cannot be combined with."""
+    if not job.model.reward:
+        return
+    if not has_pairs(job.data):
+        yield "data.corpus", f"{job.data.corpus} has no pairs, of which model.reward learns; nearest legal: preferences"
+    yield from _must_be(job, _OF_REWARDS)
+
+
+REWARD = Technique(
+    "reward models of pairs",
+    "Ouyang et al. 2022, section 3.5",
+    is_on=lambda job: job.model.reward,
+    fields=("model.reward",),
+    problems=reward_problems,
+)
+REWARDS = ("exact", "number", "regex")
+"""The built-in rewards (generate/rollouts.py)."""
+
+
+def policy_problems(job: Job) -> Iterator[Problem]:
+    """Yields what does not suit completions, and options of completions where there are none."""
+    options = job.train.grpo
+    if not has_prompts(job.data):
+        if changed := [name for name, value in vars(options).items() if value != getattr(GrpoOptions(), name)]:
+            yield (
+                f"train.grpo.{changed[0]}",
+                f"is for completions, corpus {job.data.corpus} has none; nearest legal: corpus=prompts",
+            )
+        return
+    yield from _option_problems(options, job.model.logit_softcap)
+    yield from _must_be(job, _OF_COMPLETIONS)
+    if job.train.precision == "fp8":
+        yield "train.precision", "generation does not multiply in 8 bits (GRPO); nearest legal: bf16"
+    if is_offloaded(job.layout, "parameters"):
+        yield "layout.offload", "generation needs the parameters on the device; nearest legal: offload=optimizer"
+    if job.layout.pp > 1 and (not flushes(job.layout) or stashes(job.layout)):
+        yield (
+            "layout.schedule",
+            f"{job.layout.schedule} has no one policy to generate with; nearest legal: schedule=1f1b",
+        )
+    for name in ("on_spike", "on_nan"):
+        if getattr(job.guard, name) == "rewind":
+            yield (
+                f"guard.{name}",
+                f"completions follow from the step, and come again (GRPO); nearest legal: {name}=stop",
+            )
+    for path in ("train.steps", "checkpoint.every", "checkpoint.memory_every"):
+        if rest := get(job, path) % options.updates:
+            yield (
+                path,
+                f"is {get(job, path)}, but checkpoints lie between batches of completions, each of train.grpo.updates "
+                f"{options.updates}; nearest legal: {get(job, path) + options.updates - rest}",
+            )
+
+
+def _option_problems(options: GrpoOptions, softcap: float) -> Iterator[Problem]:
+    if options.reward not in REWARDS and not CodePlace.form.fullmatch(options.reward):
+        yield (
+            "train.grpo.reward",
+            f"no reward {options.reward!r}{did_you_mean(options.reward, REWARDS)} (known: {', '.join(REWARDS)}; your "
+            "own: MODULE:FUNCTION)",
+        )
+    if bool(options.pattern) != (options.reward == "regex"):
+        yield "train.grpo.pattern", "states what train.grpo.reward=regex looks for; give both, or neither"
+    try:
+        re.compile(options.pattern)
+    except re.error as error:
+        yield "train.grpo.pattern", f"{options.pattern!r} is no regular expression: {error}"
+    if options.temperature != 1 and softcap:
+        yield "train.grpo.temperature", "would divide what model.logit_softcap has bounded; nearest legal: 1"
+    if options.clip_high and options.clip_high < options.clip:
+        yield "train.grpo.clip_high", f"is below clip {options.clip:g}; nearest legal: clip_high={options.clip:g}, or 0"
+
+
+def policy_batch_problems(job: Job) -> Iterator[Problem]:
+    """Yields why groups do not fill the batch of a whole layout."""
+    if not has_prompts(job.data):
+        return
+    try:
+        size = batch.solve(job.train.global_batch, job.layout).global_batch
+    except ValueError:
+        return  # reported with the layout
+    if rest := size % (group := job.train.grpo.group):
+        yield (
+            "train.global_batch",
+            f"is {size} completions, which is no multiple of train.grpo.group {group}; nearest legal: "
+            f"{size + group - rest}" + (f" or {size - rest}" if size > group else ""),
+        )
+
+
+PREFERENCE = Technique(
+    "preference tuning of pairs (DPO)",
+    "Rafailov et al. 2023",
+    is_on=lambda job: has_pairs(job.data),
+    fields=("train.dpo.beta", "train.dpo.label_smoothing"),
+    problems=preference_problems,
+    layout_problems=pair_batch_problems,
+)
+POLICY = Technique(
+    "group relative policy optimisation of completions (GRPO)",
+    "Shao et al. 2024 (DeepSeekMath), section 4.1",
+    is_on=lambda job: has_prompts(job.data),
+    fields=tuple(f"train.grpo.{name}" for name in vars(GrpoOptions())),
+    problems=policy_problems,
+    layout_problems=policy_batch_problems,
+    samples="phalanx.generate.rollouts:Rollouts",
+)
+SMOOTHING = Technique(
+    "label smoothing",
+    "Szegedy et al. 2016, section 7",
+    is_on=lambda job: job.train.label_smoothing > 0,
+    fields=("train.label_smoothing",),
+)
+NOISE = Technique(
+    "noise on embeddings (NEFTune)",
+    "Jain et al. 2023, section 3",
+    is_on=lambda job: job.train.neftune_alpha > 0,
+    fields=("train.neftune_alpha",),
+)
+LOSS_CHUNK = Technique(
+    "logits of some tokens at a time",
+    "docs/techniques/recompute.md",
+    is_on=lambda job: job.layout.loss_chunk != 0,
+    fields=("layout.loss_chunk",),
+    combined=("loss_chunk=24",),
+)
+
+
+def adapter_problems(model: ModelConfig) -> Iterator[Problem]:
+    """Yields targets that are no layer of the model, and kinds of layers without any. The model is legal otherwise."""
+    if not model.lora.rank:
+        return
+    known: dict[str, None] = dict.fromkeys((EVERY, *HALVES))
+    more = dict[str, None]()
+    without = dict[str, list[str]]()
+    for kind in dict.fromkeys(kind._replace(window=0) for kind in block_kinds(model)):
+        layers: dict[str, Half] = {
+            layer_of(weight.name): half
+            for half in HALVES
+            for operator in TABLES[half][getattr(kind, half)].operators(Place(model))
+            for weight in operator.weights
+            if can_adapt(weight)
+        }
+        for layer in layers:
+            *longer, shortest = names_of(layer)
+            known[shortest] = None
+            more |= dict.fromkeys(longer)
+        if not any(is_target(model.lora, half, layer) for layer, half in layers.items()):
+            without[f"{kind.attention}, {kind.feed_forward}"] = list(layers)
+    unknown = [name for name in model.lora.names if name not in known | more]
+    for name in unknown:
+        hint = did_you_mean(name, known | more)
+        yield (
+            "model.lora.targets",
+            f"no matrix {name!r}{hint} (this model's: {', '.join(known)}, or longer, such as {next(iter(more))})",
+        )
+    for kinds, legal in without.items() if not unknown else ():
+        yield (
+            "model.lora.targets",
+            f"{model.lora.targets} leaves blocks of {kinds} without an adapter, so that nothing in them is trained; "
+            f"nearest legal: {model.lora.targets},{legal[0]}, or all",
+        )
+
+
+def freezing(model: ModelConfig) -> tuple[str, str]:
+    """Returns the field by which a model's weights are frozen, and the value with which they are not."""
+    if model.lora.rank:
+        return "model.lora.rank", "lora.rank=0"
+    return "model.sparse.dense_warmup", "sparse.dense_warmup=false"
+
+
+def lora_problems(job: Job) -> Iterator[Problem]:
+    """Yields what cannot leave weights frozen."""
+    if not job.model.freezes:
+        return
+    path, legal = freezing(job.model)
+    why = f"with {path.removeprefix('model.')} {str(get(job, path)).lower()} most are frozen"
+    layout, name = job.layout, job.optimizer.name
+    if layout.sync != "bsp":
+        yield (
+            "layout.sync",
+            f"{layout.sync} averages all parameters between replicas, and {why}; nearest legal: sync=bsp, or {legal}",
+        )
+    if layout.pp > 1 and layout.schedule in SCHEDULES and (not flushes(layout) or stashes(layout)):
+        yield (
+            "layout.schedule",
+            f"{layout.schedule} keeps several versions of all weights, and {why}; nearest legal: schedule=1f1b, or "
+            f"{legal}",
+        )
+    if job.model.lora.rank and name in OPTIMIZERS and OPTIMIZERS[name].needs_whole_matrices:
+        yield (
+            "optimizer.name",
+            f"{name} makes a matrix's update orthogonal, which is meant for whole weights, not for the two factors of "
+            f"an adapter (lora.rank {job.model.lora.rank}); nearest legal: optimizer=adamw, or lora.rank=0",
+        )
+
+
+_LORA, _FIELDS = (
+    above("model.lora.rank", what="adapters: "),
+    [path for path in leaves() if path.startswith("model.lora.")],
+)
+ADAPTERS = Technique(
+    "low-rank adapters",
+    "Hu et al. 2022",
+    is_on=lambda job: job.model.lora.rank > 0,
+    fields=tuple(_FIELDS),
+    problems=lora_problems,
+    conditions={path: _LORA for path in _FIELDS if path != "model.lora.rank"},
+)
 
 
 def _recompute_problems(job: Job) -> Iterator[Problem]:

@@ -19,8 +19,7 @@ from phalanx.launch.watchdog import heartbeat
 from phalanx.launch.watchdog.heartbeat import Phase
 from phalanx.model.attention_blocks import ordered_kernels
 from phalanx.parallel.offload import device_budget
-from phalanx.trackers.endpoint import MetricsEndpoint
-from phalanx.trackers.processes import Trackers
+from phalanx.trackers.processes import MetricsEndpoint, Trackers
 from phalanx.train import device as devices
 from phalanx.train.loop import Trainer
 from phalanx.train.requests import StopRequest

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from phalanx.axes.context import unbalanced
+from phalanx.axes.catalogue import unbalanced
 from phalanx.blocks.parameters import parameter_shapes
 from phalanx.comm.axis import Pending
 from phalanx.config.job import IGNORE, Job
@@ -39,7 +39,7 @@ from phalanx.partition.derived import HOST, Part, is_offloaded, named, tier_of
 from phalanx.partition.documents import Numbers, Places, assign, keys_seen
 from phalanx.partition.tensor_slices import cp_coordinates, rank_positions, rank_share
 from phalanx.techniques.catalogue import updates_of
-from phalanx.techniques.offload import offload_problems, with_offload
+from phalanx.techniques.memory import offload_problems, with_offload
 from phalanx.train.elastic import ElasticReplicas
 from phalanx.train.optimizer import ShardedOptimizer
 from phalanx.train.requests import NO_REQUESTS, Requests

@@ -12,7 +12,7 @@ from typing import Any
 from phalanx.blocks.parameters import count as parameters
 from phalanx.config.layout import Layout
 from phalanx.launch.accelerators import require
-from phalanx.pictures.divergence import divergence_map
+from phalanx.pictures.heat_map import divergence_map
 from phalanx.units import counted, seconds
 from phalanx.verify.cases import CaseReport, FailedRanksError, LayoutRun, VerifyCase, guarded, layout_runs, started
 from phalanx.verify.locate import Divergence, explained, locate

@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from phalanx.bounded import read_json
-from phalanx.config.typed import read_as
+from phalanx.config.values import read_as
 from phalanx.data.files import open_regular
 from phalanx.echo import echo
 from phalanx.errors import RunError

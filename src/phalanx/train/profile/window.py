@@ -43,7 +43,7 @@ from phalanx.parallel.pipeline import PipeDream, Pipeline
 from phalanx.parallel.recompute import Repeated, run_again
 from phalanx.parallel.zero import BucketReplica
 from phalanx.pictures import profile as picture
-from phalanx.techniques.compiling import compiles
+from phalanx.techniques.memory import compiles
 from phalanx.train.callbacks import Callback, Steps
 from phalanx.train.profile import report, tracing
 from phalanx.train.profile.report import (
