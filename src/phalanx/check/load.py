@@ -36,7 +36,7 @@ from phalanx.errors import JobError
 from phalanx.optimizers.catalogue import OPTIMIZERS
 from phalanx.partition.derived import solve
 from phalanx.schedule import catalogue
-from phalanx.techniques.precision import fastest_precision
+from phalanx.techniques.catalogue import fastest_precision
 
 
 @dataclass(frozen=True)

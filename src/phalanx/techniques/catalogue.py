@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from functools import lru_cache
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from phalanx.blocks.kinds import HALVES, TABLES, block_kinds
 from phalanx.blocks.operator import Half, Place
 from phalanx.blocks.residual import EVERY, can_adapt, is_target, layer_of, names_of
+from phalanx.config import clusters
 from phalanx.config.added import TECHNIQUE_OPTIONS, OptionsTable, Techniques
-from phalanx.config.cluster import DEVICE_WORDS
+from phalanx.config.cluster import DEVICE_WORDS, Cluster
 from phalanx.config.corpora import CORPORA, PAIR, has_pairs, has_prompts
 from phalanx.config.fields import get, leaves
 from phalanx.config.job import DpoOptions, GrpoOptions, Job
 from phalanx.config.layout import Layout
 from phalanx.config.model import ModelConfig
-from phalanx.config.precision import FP8_UNITS, SCALED
+from phalanx.config.precision import FP8_UNITS, SCALED, Precision
 from phalanx.errors import JobError
 from phalanx.facts import CodePlace
 from phalanx.nearest import Misfit, did_you_mean, multiples
@@ -42,6 +46,29 @@ from phalanx.schedule.catalogue import SCHEDULES
 from phalanx.techniques.memory import COMPILE, OFFLOAD, QUANTISATION, SECOND_COPY, TILING
 from phalanx.techniques.technique import Condition, Effect, Problem, Technique, above, is_one_of, problems
 
+WORTH = 1.25
+"""Least rate of products in bf16 over that in fp32 with which precision=auto is bf16: a step does other things, too."""
+BF16_INSTRUCTIONS = ("avx512_bf16", "amx_bf16")
+
+
+def fastest_precision(cluster: Cluster) -> tuple[Precision, str]:
+    """Returns what train.precision=auto is on a cluster, or, if it does not describe its devices, on this machine; and
+    why."""
+    described = cluster
+    if not cluster.accelerator.name:
+        with suppress(JobError):  # not measured
+            described = clusters.read_local_partly(clusters.default_path())
+    device = described.accelerator
+    if device.bf16_tflops and device.fp32_tflops and cluster.device in ("auto", described.device):
+        rates = f"{device.name} multiplies bf16 at {device.bf16_tflops:.3g} TFLOP/s, fp32 at {device.fp32_tflops:.3g}"
+        return ("bf16" if device.bf16_tflops >= WORTH * device.fp32_tflops else "fp32"), rates
+    if cluster.device in DEVICE_WORDS or (cluster.device == "auto" and os.path.exists("/dev/nvidia0")):
+        return "bf16", "accelerators multiply it faster than fp32"
+    information = Path("/proc/cpuinfo")
+    flags = information.read_text(encoding="utf-8").split() if information.exists() else []
+    found = [name for name in BF16_INSTRUCTIONS if name in flags]
+    return ("bf16", f"this processor has {found[0]}") if found else ("fp32", "this processor multiplies no bf16")
+
 
 def _problems(job: Job) -> Iterator[Problem]:
     """Yields what a format cannot be combined with."""
@@ -50,6 +77,9 @@ def _problems(job: Job) -> Iterator[Problem]:
         train.precision != "fp32" or train.compile is True or job.cluster.device in DEVICE_WORDS
     ):
         yield "train.cpu_linear", "onednn needs precision fp32 on a CPU, without compile; auto uses it where it can"
+    if train.precision == "auto":
+        chosen, why = fastest_precision(job.cluster)
+        yield "train.precision", f"auto is for jobs that are loaded; nearest legal: {chosen}, {why}"
     if train.precision != "fp8":
         return
     if device.name and not device.fp8_tflops:
