@@ -235,6 +235,17 @@ def test_a_second_signal_kills(launch: Callable[..., int], tmp_path: Path) -> No
     assert time.monotonic() - began < 10
 
 
+@pytest.mark.cold
+def test_an_interrupt_may_meet_ranks_whose_python_is_starting(
+    launch: Callable[..., int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Python imports sitecustomize before it runs any module: an error there is a fatal one."""
+    (tmp_path / "sitecustomize.py").write_text("import os, signal; os.kill(os.getpid(), signal.SIGINT)")
+    monkeypatch.setenv("PYTHONPATH", f"{HERE}:{tmp_path}")
+    assert launch("deaf") == 128 + signal.SIGINT
+    assert "killed by SIGINT" in capfd.readouterr().err
+
+
 def test_ranks_that_do_not_stop_in_time_are_killed(
     launch: Callable[..., int], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from phalanx.axes.catalogue import axis_problems
+from phalanx.axes.tensor import tensor_problems
 from phalanx.blocks.parameters import parameter_shapes
 from phalanx.config.job import Job
 from phalanx.config.layout import Layout
+from phalanx.config.model import ModelConfig
+from phalanx.errors import JobError
 from phalanx.nearest import Misfit, divisors
 from phalanx.optimizers.catalogue import OPTIMIZERS, granularity_of
 from phalanx.optimizers.entry import block_of
@@ -86,3 +89,20 @@ def block_problems(job: Job) -> Iterator[Problem]:
                     ),
                 )
                 break
+
+
+def require_cut(model: ModelConfig, tp: int, pp: int) -> None:
+    """Raises JobError, with everything that is in the way, unless tp × pp ranks can share a model that only computes
+    forward."""
+    problems = []
+    if not 1 <= pp <= model.n_layers:
+        problems.append(
+            f"1 ≤ pp {pp} ≤ n_layers {model.n_layers} does not hold: each rank of a pipeline has at least one layer; "
+            f"nearest legal: pp {min(max(pp, 1), model.n_layers)}"
+        )
+    if tp < 1:
+        problems.append(f"tp {tp}: at least 1")
+    else:
+        problems += [message for _, message in tensor_problems(Job(model=model, layout=Layout(tp=tp)))]
+    if problems:
+        raise JobError(problems)

@@ -175,14 +175,13 @@ def _require_room(job: Job, ranks: Ranks | None = None, *, oversubscribe: bool) 
     started (`ranks`). Such a rank may see only its own share of cores and accelerators: all cores of the host count,
     and accelerators are not counted."""
     from phalanx.launch import grid
+    from phalanx.launch.accelerators import accelerators
 
     device, devices = job.cluster.device, 0
-    if device in DEVICE_WORDS or (device == "auto" and grid.has_driver()):
-        if ranks is not None:
-            return
-        from phalanx.launch.accelerators import accelerators
-
+    if device != "cpu":
         devices = accelerators(device)[1]
+        if ranks is not None and (devices or device in DEVICE_WORDS):
+            return
     machine, here = grid.this_machine(devices), job.layout.processes // job.run.most_nodes
     if ranks is not None:
         device, machine = "cpu", replace(machine, cores=os.cpu_count() or 1)
