@@ -225,7 +225,7 @@ def _launch(loaded: LoadedJob, directory: RunDirectory, as_json: bool) -> int:
             job.run.restart_window_s,
             lambda: newest_step(directory.metrics),
             None if nodes else directory.path,
-            _preload(job),
+            preload(job),
         ),
         nodes=nodes,
         memory=job.checkpoint.memory_every > 0,
@@ -233,7 +233,7 @@ def _launch(loaded: LoadedJob, directory: RunDirectory, as_json: bool) -> int:
     )
 
 
-def _preload(job: Job) -> list[str]:
+def preload(job: Job) -> list[str]:
     """Returns the modules that every rank imports until its first step, some of them at their first use."""
     modules = ["phalanx.cli.train", "phalanx.train.rank", "safetensors.torch"]
     if gathers_parameters(job.layout):
