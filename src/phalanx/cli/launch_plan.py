@@ -26,6 +26,7 @@ from phalanx.launch.grid import GridRequest, ProcessGrid, solve
 from phalanx.launch.hosts import HostSlots, names_of, read_hosts
 from phalanx.launch.site import GENERIC, Site, chosen
 from phalanx.launch.submit import ManifestRequest, SubmitRequest, parse_time
+from phalanx.units import counted
 
 _DEVICES_S = 20.0
 LARGE_PARAMETERS = 500_000_000
@@ -83,12 +84,10 @@ class LaunchPlan:
         found = [f"{self.site.name}: {self.site.note}"] if self.site and self.site.note else []
         if self.hosts and self.grid.nodes < len(self.hosts):
             found.append(f"uses {self.grid.nodes} of {len(self.hosts)} nodes")
-        grid, there = self.grid, self.grid.nodes * self.devices
-        if grid.per_node < self.devices:
-            found.append(
-                f"uses {grid.per_node} of {self.devices} devices per node: there are {grid.processes} processes, "
-                f"and {there} devices on {grid.nnodes} node{'' if grid.nnodes == '1' else 's'}"
-            )
+        grid, devices = self.grid, self.devices
+        if grid.per_node < devices:
+            ranks = f"{counted(grid.processes, 'rank')} for {grid.nodes * devices} devices"
+            found.append(f"uses {grid.per_node} of {devices} devices per node: {ranks}")
         return [*found, *self._left_at_default]
 
     @property
