@@ -36,7 +36,8 @@ from phalanx.units import aligned
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store  # torch.distributed.Store, to the type stubs
 
-    from phalanx.evaluate.perplexity import Perplexity, ScoringOptions
+    from phalanx.evaluate.perplexity import Perplexity
+    from phalanx.evaluate.text import ScoringOptions
     from phalanx.generate.load import LoadedRun
 
 
@@ -394,7 +395,7 @@ def _layout(options: Evaluate) -> Layout:
 
 
 def _scoring(options: Evaluate) -> ScoringOptions:
-    from phalanx.evaluate.perplexity import ScoringOptions
+    from phalanx.evaluate.text import ScoringOptions
 
     layout = _layout(options)
     return ScoringOptions(layout, options.batch_size, options.context, options.stride, options.precision)
@@ -402,7 +403,7 @@ def _scoring(options: Evaluate) -> ScoringOptions:
 
 def _launch(argv: Sequence[str], options: Evaluate, layout: Layout) -> int:
     """Starts the ranks of a layout, once it is known to be legal for every run."""
-    from phalanx.evaluate.perplexity import scoring_job
+    from phalanx.evaluate.text import scoring_job
     from phalanx.launch.local import launch_briefly
 
     for path in options.runs:
