@@ -196,7 +196,7 @@ def _start(words: Words, plan: LaunchPlan) -> int:
         version=lambda: start.mpiexec_version(shutil.which),
     )
     starts = "dry_run" not in words.switches
-    request = _shipped(plan.start_request(launcher), options["ship"], starts)
+    request = _shipped(plan.start_request(), options["ship"], starts)
     if starts and isinstance(plan, programs.ProgramLaunch):
         echo(f"phalanx: {plan.sentence(launcher)}", file=sys.stderr)
     commands = start.commands_of(launcher, request, options["hostfile"])
@@ -255,7 +255,7 @@ def _become(argv: Sequence[str], env: Mapping[str, str]) -> int:
 
 
 def _show(words: Words, plan: LaunchPlan, launcher: start.Launcher, commands: Sequence[start.HostCommand]) -> None:
-    request = plan.start_request(launcher)
+    request = plan.start_request()
     if "json" in words.switches:
         document: dict[str, Any] = {
             "place": plan.place.kind,

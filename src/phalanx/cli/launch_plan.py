@@ -226,7 +226,7 @@ class LaunchPlan:
         processes = f"{grid.per_node} process{'' if grid.per_node == 1 else 'es'} = {grid.processes}"
         return f"{start.IN_WORDS[self.place.kind]}{job}; {launcher}; {nodes} × {processes}; {self.what}"
 
-    def start_request(self, launcher: start.Launcher) -> start.StartRequest:
+    def start_request(self) -> start.StartRequest:
         options, grid = self.words.options, self.grid
         full = grid.per_node == (self.site.devices if self.site else 0)
         by_launcher = self.ranks_by == "launcher" and full and self.site is not None
