@@ -139,6 +139,7 @@ def test_mistakes_are_answered(folder, capsys, monkeypatch):
         (("--submit=slurm", "--signal", "9", "--", "x"), "--signal is for a job file, and this is a program"),
         (("--submit=slurm", "--time", "soon", "--", "x"), "expected a time limit"),
         (("--launcher", "local", "--nnodes", "2", "--", "x"), "--launcher local is one host"),
+        (("--nproc-per-node", "auto", "--", "x"), "no devices are known here: give a number"),
         (("--ship", "nowhere:/tmp/me/env", "--", "x"), "there is no folder"),
         (("--ship", ".:env", "--", "x"), "expected FOLDER:TO"),
         (("--ship", ".:/tmp/me/env", "--", "x"), "--ship needs the hosts"),
@@ -164,6 +165,9 @@ def test_a_program_is_submitted(folder, capsys, monkeypatch):
     (line,) = [line for line in script if " phalanx launch --" in line and not line.startswith("#")]
     inside = line.partition(" -m phalanx launch ")[2].removesuffix(" || code=$?").split()
     assert inside[-6:] == words[-6:]
+    monkeypatch.setenv("SLURM_GPUS_ON_NODE", "4")
+    assert main(["launch", "--nproc-per-node", "auto", "--launcher", "local", "--dry-run", "--", "python", "x.py"]) == 0
+    assert '"per_node": 4' in capsys.readouterr().out
     monkeypatch.setenv("SLURM_JOB_ID", "17")
     monkeypatch.setenv("SLURM_JOB_NODELIST", "n[1-2]")
     assert main(["launch", "--dry-run", *inside]) == 0

@@ -8,7 +8,7 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -66,10 +66,6 @@ class LaunchPlan:
         return cls(words, extra, place, site, hosts, devices, grid, variables)
 
     @property
-    def launcher_options(self) -> tuple[str, ...]:
-        return self.extra
-
-    @property
     def ranks_by(self) -> start.RanksBy:
         return self.words.options.get("ranks_by", "phalanx")
 
@@ -91,12 +87,14 @@ class LaunchPlan:
         return [*found, *self._left_at_default]
 
     @property
-    def _left_at_default(self) -> list[str]:
+    def _left_at_default(self) -> Sequence[str]:
         """A warning for each field of a large model that is submitted with the default for a first try on a laptop, and
         the offer to rehearse it."""
-        loaded = self.words.loaded
-        job, options = loaded.job, self.words.options
-        if not options["submit"] or count(replace(job.model, vocab_size=job.model.vocab_size or 1)) < LARGE_PARAMETERS:
+        options = self.words.options
+        if self.words.about_job is None or not options["submit"]:
+            return []
+        loaded, job = self.words.loaded, self.words.job
+        if count(replace(job.model, vocab_size=job.model.vocab_size or 1)) < LARGE_PARAMETERS:
             return []
         offered = [] if "rehearse" in self.words.switches else ["--rehearse runs its fullest ranks here first"]
         left = {path: get(job, path) for path in ("data.corpus", "train.steps") if loaded.origins[path] == "default"}
@@ -117,13 +115,20 @@ class LaunchPlan:
         job = words.job
         if job.cluster.device == "cpu":
             return 0
+        stated = job.cluster.devices_per_node if _wants_devices(job, site) else 0
+        return LaunchPlan.devices_of_node(site, env, which, stated)
+
+    @staticmethod
+    def devices_of_node(
+        site: Site | None, env: Mapping[str, str], which: Callable[[str], str | None] | None, stated: int = 0
+    ) -> int:
         if site and site.devices:
             return site.devices
         for name in ("SLURM_GPUS_ON_NODE", "SLURM_GPUS_PER_NODE"):
             if match := re.fullmatch(r"(?:[\w.-]+:)*([0-9]{1,4})", env.get(name, "")):
                 return int(match[1])
-        if _wants_devices(job, site) and job.cluster.devices_per_node:
-            return job.cluster.devices_per_node
+        if stated:
+            return stated
         program = which("nvidia-smi") if which else None
         if not program:
             return 0
@@ -168,22 +173,8 @@ class LaunchPlan:
         run = self.words.job.run
         return Path(os.path.abspath(Path(run.dir) / run.name))
 
-    @property
-    def grace_s(self) -> float:
-        return self.words.job.run.grace_s
-
-    @property
-    def signal_s(self) -> int:
-        return self.words.options["signal"]
-
-    @property
-    def absent(self) -> list[str]:
-        from phalanx.data.prepare import absent  # numpy: for this alone
-
-        return [*absent(self.words.job.data)]
-
     def words_inside(self, site: Site, time_s: int) -> tuple[list[str], list[str]]:
-        options, signal_s = self.words.options, self.signal_s
+        options, signal_s = self.words.options, self.words.options["signal"]
         stated = self.words.loaded.origins["run.grace_s"] != "default"
         grace = [f"run.grace_s={max(10, signal_s - 10)}"] if signal_s and not stated else []
         more = [f"--ranks-by={self.ranks_by}"] if self.ranks_by != "phalanx" else []
@@ -246,9 +237,9 @@ class LaunchPlan:
             devices=self.devices,
             in_step=self.place.in_step,
             stop_after_s=options.get("stop_after", 0),
-            extra=self.launcher_options,
+            extra=self.extra if self.words.about_job else (),
             remote_shell=tuple(shlex.split(options["remote_shell"])),
-            grace_s=self.grace_s,
+            grace_s=self.words.job.run.grace_s if self.words.about_job else start.StartRequest.grace_s,
         )
 
     def _endpoint(self, hosts: tuple[str, ...]) -> tuple[str, int]:
@@ -268,7 +259,7 @@ class LaunchPlan:
         """Returns the request for a batch script. Raises JobError for a wrong time limit, and if the site needs an
         account."""
         options, switches = self.words.options, self.words.switches
-        site, signal_s = self.site or GENERIC[options["submit"]], self.signal_s
+        site, signal_s = self.site or GENERIC[options["submit"]], options.get("signal", 0)
         problems = []
         if site.scheduler != options["submit"]:
             problems.append(f"--submit {options['submit']}: {site.name} has {site.scheduler}")
@@ -287,7 +278,10 @@ class LaunchPlan:
         if time_s and signal_s >= time_s:
             problems.append(f"--signal {signal_s} s is not less than the time limit of {time_s} s")
         if "dry_run" not in switches:  # whose text may be for another machine
-            problems += self.absent
+            if self.words.about_job:
+                from phalanx.data.prepare import absent  # numpy: for this alone
+
+                problems += absent(self.words.job.data)
             program = "sbatch" if site.scheduler == "slurm" else "qsub"
             if problems and not shutil.which(program):
                 problems.append(f"{program} is not installed here, which submits the job: --dry-run prints the text")

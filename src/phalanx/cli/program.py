@@ -26,7 +26,6 @@ from phalanx.launch.nodes import Nodes, Terms
 from phalanx.launch.program import PORT
 from phalanx.launch.ranks import threads_for
 from phalanx.launch.site import Site
-from phalanx.launch.start import StartRequest
 from phalanx.launch.verdict import Restarts
 
 _OF_JOBS = (
@@ -67,34 +66,18 @@ class ProgramLaunch(LaunchPlan):
     def used_devices(
         words: Words, site: Site | None, env: Mapping[str, str], which: Callable[[str], str | None] | None
     ) -> int:
-        return site.devices if site else 0
+        return LaunchPlan.devices_of_node(site, env, which)
 
     @staticmethod
     def grid_request(words: Words, available: int, where: str, devices: int) -> GridRequest:
         options = words.options
         per_node = options["nproc_per_node"] or ("" if options["nproc"] else "1")
-        nnodes = options["nnodes"] or ("" if available else "1")
-        return GridRequest(nnodes, per_node, options["nproc"], available=available, where=where, devices=devices)
-
-    @property
-    def launcher_options(self) -> tuple[str, ...]:
-        return ()
-
-    @property
-    def _left_at_default(self) -> list[str]:
-        return []
-
-    @property
-    def grace_s(self) -> float:
-        return StartRequest.grace_s
-
-    @property
-    def signal_s(self) -> int:
-        return 0
-
-    @property
-    def absent(self) -> list[str]:
-        return []
+        if per_node == "auto" and not devices:
+            raise JobError("--nproc-per-node auto is one per device, and no devices are known here: give a number")
+        nnodes, cpu = options["nnodes"] or ("" if available else "1"), per_node != "auto"
+        return GridRequest(
+            nnodes, per_node, options["nproc"], available=available, where=where, devices=devices, cpu=cpu
+        )
 
     @property
     def grid_document(self) -> dict[str, Any]:
