@@ -179,6 +179,12 @@ _UNKILLABLE_S = 60.0  # after SIGKILL: a process whose disk or driver does not a
 _SILENT_PEER_GRACE_S = 0.5  # after a rank that was killed: its peers know less of the reason than the launcher
 
 
+def after_the_end(number: int, before: Any) -> Any:
+    """Returns the handler of a signal once there is nothing left to stop: the one `before`, but for SIGUSR1, which must
+    not change the exit code then. It stays one that a later run takes over."""
+    return (lambda *_: None) if number == signal.SIGUSR1 and before is signal.SIG_DFL else before
+
+
 class StopSignals:
     """The signals to the launcher that ask its ranks to stop, in whatever attempt."""
 
@@ -197,7 +203,7 @@ class StopSignals:
             yield
         finally:
             for number in taken:
-                signal.signal(number, before[number])
+                signal.signal(number, after_the_end(number, before[number]))
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
@@ -703,7 +709,7 @@ def launch_local(
                     return _launch_replicas([module, *argv], *replicas, processes, logs, restarts.preload, *how)
                 how = (logs, stopped, restarts, grace_s, limits, metrics, kept)
                 attempts = NodeAttempts(nodes, *how) if nodes else Attempts(*how)
-                with attempts, attempts.signals.handled():
+                with attempts.signals.handled(), attempts:
                     attempts.run([module, *argv], processes)
         except OSError as error:
             raise RunError(f"Cannot start {processes} ranks with logs in {log_dir}: {error}.") from error

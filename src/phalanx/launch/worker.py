@@ -8,6 +8,7 @@ from __future__ import annotations
 import faulthandler
 import io
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable
@@ -34,6 +35,7 @@ def main(run: Callable[[list[str]], int]) -> NoReturn:
     directory, spare = Path(os.environ[LOG_DIR]), Path(os.environ[HEARTBEATS], spare_name(int(os.environ["RANK"])))
     code = report(directory, lambda: run(sys.argv[1:]), spare)
     if code in (0, StoppedError.exit_code):
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # it must not end a rank that is done, while Python ends
         sys.exit(code)
     # A failed rank leaves at once: the interpreter's way out may wait for peers in a half-done collective.
     sys.stdout.flush()
