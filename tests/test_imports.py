@@ -33,7 +33,7 @@ MOST_LINES = {
     "blocks": 3390,
     "check": 2250,
     "checkpoint": 4170,
-    "cli": 7564,
+    "cli": 7567,
     "comm": 2180,
     "config": 7400,
     "cost": 7220,

@@ -89,14 +89,7 @@ class ProgramLaunch(LaunchPlan):
 
     @property
     def directory(self) -> Path:
-        """Of `python -m my.module` it is runs/my.module, of `python -c CODE` runs/python."""
-        options, program = self.words.options, self.extra
-        name = Path(program[0]).stem
-        for before, word in pairwise(program) if "python" in program[0] else ():
-            if before == "-c" or not word.startswith("-"):
-                name = {"-c": name, "-m": word}.get(before, Path(word).stem)
-                break
-        return Path(os.path.abspath(Path(options["dir"]) / (options["name"] or name)))
+        return directory_of(self.words, self.extra)
 
     @property
     def terms(self) -> dict[str, Any]:
@@ -113,6 +106,16 @@ class ProgramLaunch(LaunchPlan):
         restarts, directory = self.words.options["max_restarts"], self.directory
         more = [f"--name={directory.name}", f"--dir={directory.parent}", f"--max-restarts={restarts}"]
         return [], [*more, *(["--all-ranks"] if "all_ranks" in self.words.switches else [])]
+
+
+def directory_of(words: Words, program: Sequence[str]) -> Path:
+    """Returns the run's directory: of `python -m my.module` it is runs/my.module, of `python -c CODE` runs/python."""
+    name = Path(program[0]).stem
+    for before, word in pairwise(program) if "python" in program[0] else ():
+        if before == "-c" or not word.startswith("-"):
+            name = {"-c": name, "-m": word}.get(before, Path(word).stem)
+            break
+    return Path(os.path.abspath(Path(words.options["dir"]) / (words.options["name"] or name)))
 
 
 def run_node(asked: Mapping[str, Any], words: Sequence[str]) -> int:
