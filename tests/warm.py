@@ -137,7 +137,7 @@ class Popen(subprocess.Popen):
 def posix_spawn(path: str, argv: Sequence[str], environment: Mapping[str, str], /, **options: Any) -> int:
     """`os.posix_spawn`, by the server where that can be."""
     words = _words(argv, environment)
-    if words is None or options.keys() - {"file_actions", "setsid"}:
+    if words is None or options.keys() - {"file_actions", "setsid", "setsigmask"}:
         return _spawn(path, argv, environment, **options)
     streams, opened = list(STREAMS), []
     try:

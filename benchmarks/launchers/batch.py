@@ -19,7 +19,8 @@ ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEM
 
 def main(argv: list[str]) -> int:
     scheduler, *command = argv
-    done = subprocess.run([*command, "--json"], stdout=subprocess.PIPE, text=True, check=False)
+    end = command.index("--") if "--" in command else len(command)
+    done = subprocess.run([*command[:end], "--json", *command[end:]], stdout=subprocess.PIPE, text=True, check=False)
     if done.returncode:
         return done.returncode
     told = json.loads(done.stdout)

@@ -105,9 +105,15 @@ def _openmpi_on_two(rig: Rig) -> Command:
 def _launch_openmpi(rig: Rig) -> Command:
     rig.mpiexec("openmpi")
     agent = ["--mca", "plm_rsh_agent", str(rig.remote_shell)]
-    words_of = launch("--launcher", "openmpi", "--hostfile", str(rig.hostfile), extra=agent)
+    return _launch_mpi(rig, "openmpi", agent, {**MPI_ENV, "OMPI_MCA_plm_rsh_agent": str(rig.remote_shell)})
+
+
+def _launch_mpi(rig: Rig, launcher: str, agent: Sequence[str], env: Mapping[str, str]) -> Command:
+    """A job takes the remote shell as an option of mpiexec, a program from the environment."""
+    options = ["--launcher", launcher, "--hostfile", str(rig.hostfile)]
+    job, program = launch(*options, extra=agent), launch_program(rig.per_node, *options)
     prefix = rig.nodes.prefix(0)
-    return Command(lambda words: [*prefix, *words_of(words)], MPI_ENV)
+    return Command(lambda words: [*prefix, *job(words)], env, program=lambda words: [*prefix, *program(words)])
 
 
 def _mpich(rig: Rig) -> Command:
@@ -125,9 +131,7 @@ def _mpich_on_two(rig: Rig) -> Command:
 def _launch_mpich(rig: Rig) -> Command:
     rig.mpiexec("mpich")
     agent = ["-launcher", "rsh", "-launcher-exec", str(rig.remote_shell)]
-    words_of = launch("--launcher", "mpich", "--hostfile", str(rig.hostfile), extra=agent)
-    prefix = rig.nodes.prefix(0)
-    return Command(lambda words: [*prefix, *words_of(words)])
+    return _launch_mpi(rig, "mpich", agent, {"HYDRA_LAUNCHER": "rsh", "HYDRA_LAUNCHER_EXEC": str(rig.remote_shell)})
 
 
 def _srun(rig: Rig) -> Command:
@@ -152,9 +156,13 @@ def _salloc(*options: str) -> Callable[[Rig], Command]:
 
 def _submit_slurm(rig: Rig) -> Command:
     slurm = rig.slurm
-    words_of = launch("--submit", "slurm", "--nnodes", "2", "--time", "10m")
-    wait = [*BATCH_WAIT, "slurm"]
-    return Command(lambda words: slurm.command(*wait, *words_of(words)), slurm.env)
+    options, wait = ("--submit", "slurm", "--nnodes", "2", "--time", "10m"), [*BATCH_WAIT, "slurm"]
+    job, program = launch(*options), launch_program(rig.per_node, *options)
+    return Command(
+        lambda words: slurm.command(*wait, *job(words)),
+        slurm.env,
+        program=lambda words: slurm.command(*wait, *program(words)),
+    )
 
 
 def _pals(rig: Rig) -> Command:

@@ -88,7 +88,7 @@ class Trials:
         (self.folder / "program.py").write_text(_PROGRAM, encoding="utf-8")
         command = self.command.program
         ended, failed = (
-            run([command([sys.executable, "program.py", str(code)])], self.folder, self.command.env, LIMIT_S)
+            run([command([sys.executable, "-m", "program", str(code)])], self.folder, self.command.env, LIMIT_S)
             for code in (0, 7)
         )
         seen = {file.name: file.read_text("utf-8") for file in self.folder.glob("rank-*")}

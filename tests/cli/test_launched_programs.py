@@ -135,13 +135,46 @@ def test_mistakes_are_answered(folder, capsys, monkeypatch):
         (("--kill",), "--kill takes one run's directory"),
         (("--nprocs", "2", "--", "x"), "did you mean --nproc?"),
         (("--nnodes", "2", "--", "x"), "name the hosts"),
-        (("--submit=sky", "--time", "9m", "--", "x"), "--submit is for a job file"),
+        (("--submit=sky", "--time", "9m", "--", "x"), "--submit: expected one of slurm, pbs, found 'sky'"),
+        (("--submit=slurm", "--signal", "9", "--", "x"), "--signal is for a job file, and this is a program"),
+        (("--submit=slurm", "--time", "soon", "--", "x"), "expected a time limit"),
+        (("--launcher", "local", "--nnodes", "2", "--", "x"), "--launcher local is one host"),
+        (("--nproc-per-node", "auto", "--", "x"), "no devices are known here: give a number"),
         (("--ship", "nowhere:/tmp/me/env", "--", "x"), "there is no folder"),
         (("--ship", ".:env", "--", "x"), "expected FOLDER:TO"),
         (("--ship", ".:/tmp/me/env", "--", "x"), "--ship needs the hosts"),
     ):
         assert main(["launch", *given]) == 2
         assert answer in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_program_is_submitted(folder, capsys, monkeypatch):
+    monkeypatch.chdir(folder)
+    sbatch = folder / "sbatch"
+    sbatch.write_text("#!/bin/sh\necho 17\n")
+    sbatch.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+    words = ["--nnodes", "2", "--nproc-per-node", "4", "--", "python", "-m", "my.module", "--lr", "1e-3"]
+    assert main(["launch", *words]) == 2
+    assert "submit the job (--submit slurm)" in " ".join(capsys.readouterr().err.split())
+    assert main(["launch", "--submit", "slurm", "--time", "10m", "--batch-option=--mem=1G", *words]) == 0
+    assert capsys.readouterr().out.startswith("submitted: 17")
+    script = (folder / "runs/my.module/submit.sbatch").read_text().splitlines()
+    assert {"#SBATCH --job-name=my.module", "#SBATCH --nodes=2", "#SBATCH --time=00:10:00"} <= {*script}
+    assert "#SBATCH --mem=1G" in script
+    (line,) = [line for line in script if " phalanx launch --" in line and not line.startswith("#")]
+    inside = line.partition(" -m phalanx launch ")[2].removesuffix(" || code=$?").split()
+    assert inside[-6:] == words[-6:]
+    monkeypatch.setenv("SLURM_GPUS_ON_NODE", "4")
+    assert main(["launch", "--nproc-per-node", "auto", "--launcher", "local", "--dry-run", "--", "python", "x.py"]) == 0
+    assert '"per_node": 4' in capsys.readouterr().out
+    monkeypatch.setenv("SLURM_JOB_ID", "17")
+    monkeypatch.setenv("SLURM_JOB_NODELIST", "n[1-2]")
+    assert main(["launch", "--dry-run", *inside]) == 0
+    shown = capsys.readouterr().out
+    assert "srun --nodes=2 --ntasks=2 --ntasks-per-node=1" in shown
+    assert "-- python" not in shown
+    assert "python -m my.module --lr 1e-3 run.nnodes=2 run.rdzv_endpoint=n1:" in shown
 
 
 # Folders on the hosts' local disks.

@@ -32,10 +32,11 @@ from phalanx.data.tokenizer import ByteTokenizer, CharTokenizer, Tokenizer
 from phalanx.errors import DataError, JobError
 from phalanx.evaluate import harness
 from phalanx.evaluate.harness import MOST_NEW_TOKENS, Prompt, RequestScorer
-from phalanx.evaluate.perplexity import Perplexity, ScoringOptions, score
+from phalanx.evaluate.perplexity import Perplexity, score
 from phalanx.evaluate.text import (
     ScoredConversations,
     ScoredText,
+    ScoringOptions,
     batches,
     count,
     legal_stride,

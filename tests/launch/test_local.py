@@ -235,6 +235,32 @@ def test_a_second_signal_kills(launch: Callable[..., int], tmp_path: Path) -> No
     assert time.monotonic() - began < 10
 
 
+@pytest.mark.cold
+def test_an_interrupt_may_meet_ranks_whose_python_is_starting(
+    launch: Callable[..., int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Python imports sitecustomize before it runs any module: an error there is a fatal one."""
+    (tmp_path / "sitecustomize.py").write_text("import os, signal; os.kill(os.getpid(), signal.SIGINT)")
+    monkeypatch.setenv("PYTHONPATH", f"{HERE}:{tmp_path}")
+    assert launch("deaf") == 128 + signal.SIGINT
+    assert "killed by SIGINT" in capfd.readouterr().err
+
+
+ENDED = """
+import os, signal
+from phalanx.launch.local import StopSignals
+from phalanx.train.requests import StopRequest
+for run in (StopSignals().handled, StopRequest, StopSignals().handled):
+    with run():
+        assert signal.getsignal(signal.SIGUSR1) is not signal.SIG_IGN
+    os.kill(os.getpid(), signal.SIGUSR1)
+"""
+
+
+def test_a_request_to_stop_that_comes_when_all_is_done_changes_nothing() -> None:
+    assert subprocess.run([sys.executable, "-c", ENDED], check=False).returncode == 0
+
+
 def test_ranks_that_do_not_stop_in_time_are_killed(
     launch: Callable[..., int], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

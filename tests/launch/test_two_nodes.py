@@ -149,7 +149,10 @@ def test_a_slow_link_shows_in_the_matrix_of_pairs(nodes: TwoNodes, tmp_path: Pat
     found = json.loads(text[text.index("\n{\n") : text.rindex("\n}") + 2])
     assert found["hosts"] == [nodes.name("a")] * 2 + [nodes.name("b")] * 2
     gbs = found["pairs"]["gbs"]
-    between, within = [gbs[a][b] for a in (0, 1) for b in (2, 3)], [gbs[0][1], gbs[2][3]]
+    # On a busy machine the time is up before the last pair.
+    between, within = (
+        [rate for rate in rates if rate] for rates in ((*gbs[0][2:], *gbs[1][2:]), (gbs[0][1], gbs[2][3]))
+    )
     assert max(between) < 0.1, "200 Mbit/s are 0.025 GB/s, and a burst"
     assert max(within) > max(between)
     assert (tmp_path / "page.html").exists()

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from phalanx.launch.local import StopSignals, Supervisor, launch_local
-from phalanx.launch.watchdog import diagnosis, heartbeat
+from phalanx.launch.watchdog import diagnosis, heartbeat, watchdog
 from phalanx.launch.watchdog.diagnosis import Limits, SlowRanks
 from phalanx.launch.watchdog.heartbeat import Heartbeat, Phase
 from phalanx.launch.watchdog.watchdog import PREFIX, NodeWatch, Watchdog, main, private_folder
@@ -133,18 +133,42 @@ def test_the_watchdog_of_a_node_ends_its_ranks(tmp_path: Path, capfd: pytest.Cap
     assert not beats.exists()
 
 
-def test_the_watchdog_of_a_node_names_the_rank_that_is_gone(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("rank_0", "named", "innocent"),
+    [
+        ("has trained", "Rank 1 (", "Rank 0"),
+        ("goes later", "Rank 1 (", "Rank 0"),  # MPICH kills it because rank 1 was killed
+        ("goes with it", "All ranks on ", "Rank"),
+    ],
+)
+def test_the_watchdog_of_a_node_names_the_rank_that_went_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], rank_0: str, named, innocent
+) -> None:
     beats = [Heartbeat(tmp_path, rank, 2) for rank in (0, 1)]
+    looks = []
+
+    def end(beat: Heartbeat) -> None:
+        beat.words[heartbeat.STARTED] += 1  # not this process any more
+
+    def sleep(seconds: float) -> None:
+        looks.append(seconds)
+        if rank_0 == "goes later" and len(looks) == 2:
+            end(beats[0])
+
     for beat in beats:
         beat.words[heartbeat.FIRST_STEP] = 1
-        beat.words[heartbeat.STARTED] += 1  # not this process any more
-    beats[0].enter(Phase.END)
+    end(beats[1])
+    if rank_0 != "goes later":
+        end(beats[0])
+    if rank_0 == "has trained":
+        beats[0].enter(Phase.END)
+    monkeypatch.setattr(watchdog.time, "sleep", sleep)
     NodeWatch(("h", "h"), Limits(5.0, 60.0), str(tmp_path), "").write(tmp_path)
     main(tmp_path)
     shown = capfd.readouterr().err
-    assert "Rank 1 (" in shown
-    assert "is gone in step 1" in shown
-    assert "Rank 0" not in shown
+    assert named in shown
+    assert ("is gone in step 1" in shown) == (named == "Rank 1 (")
+    assert innocent not in shown
 
 
 def test_a_process_that_cannot_be_killed_does_not_keep_the_launcher(

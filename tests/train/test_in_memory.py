@@ -110,7 +110,7 @@ run: {sample_tokens: 0, threads: 1}
 """
 
 
-def test_a_lost_node_resumes_from_its_neighbours_memory(ranks, tmp_path):
+def test_a_spare_takes_the_place_of_a_lost_node_and_resumes_from_its_neighbours_memory(ranks, tmp_path):
     (tmp_path / "job.yaml").write_text(JOB)
     words = [str(tmp_path / "job.yaml"), f"run.dir={tmp_path}", f"data.dir={tmp_path}/data"]
     nodes = [
@@ -126,27 +126,35 @@ def test_a_lost_node_resumes_from_its_neighbours_memory(ranks, tmp_path):
         with (tmp_path / f"{role}.log").open("a") as log:
             return subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT, text=True)
 
-    def shown() -> str:
-        return (tmp_path / "host.log").read_text()
+    def said(role: str) -> str:
+        return (tmp_path / f"{role}.log").read_text()
 
-    host, guest = start("host"), start("guest")
-    again = None
-    try:
-        end = time.monotonic() + 90
-        while "kept in the memory of 2 nodes" not in shown():
-            assert time.monotonic() < end
-            assert host.poll() is None, shown()
+    nodes_of, end = {}, time.monotonic() + 90
+
+    def wait_for(condition) -> None:
+        while not condition():
+            assert time.monotonic() < end, said("host")
+            assert all(node.poll() is None for node in nodes_of.values()), said("host")
             time.sleep(0.02)
-        guest.kill()
-        again = start("guest")
-        assert host.wait(90) == again.wait(30) == 0, shown()
+
+    def has_children(node: subprocess.Popen[str]) -> bool:
+        return bool(Path(f"/proc/{node.pid}/task/{node.pid}/children").read_text())
+
+    try:
+        nodes_of = {role: start(role) for role in ("one", "two")}
+        wait_for(lambda: all(map(has_children, nodes_of.values())))  # it imports for its ranks, and looks for the host
+        nodes_of["host"] = start("host")
+        wait_for(lambda: "this one is a spare" in said("one") + said("two"))
+        wait_for(lambda: "kept in the memory of 2 nodes" in said("host"))
+        member, spare = sorted(("one", "two"), key=lambda role: "this one is a spare" in said(role))
+        nodes_of[member].kill()
+        assert nodes_of["host"].wait(90) == nodes_of[spare].wait(30) == 0, said("host")
     finally:
-        for node in (host, guest, again):
-            if node is not None:
-                node.kill()
-                node.wait()
-    found = re.search(r"resumed at step (\d+) from the memory of 2 nodes", shown())
-    assert found, shown()
+        for node in nodes_of.values():
+            node.kill()
+            node.wait()
+    found = re.search(r"resumed at step (\d+) from the memory of 2 nodes", said("host"))
+    assert found, said("host")
     assert int(found[1]) > 0, "there is no checkpoint on storage"
     job = load_file(tmp_path / "job.yaml", [*words[1:], "run.name=straight", "checkpoint.memory_every=0"]).job
     ranks(runs.train, 2, job)

@@ -14,6 +14,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
+from phalanx.check.layout import require_cut
+from phalanx.checkpoint.manifest import job_of
 from phalanx.cli.rank import run_on_ranks
 from phalanx.cli.verb import Verb, command_of, flag_of
 from phalanx.config.cluster import DeviceName
@@ -34,7 +36,8 @@ from phalanx.units import aligned
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store  # torch.distributed.Store, to the type stubs
 
-    from phalanx.evaluate.perplexity import Perplexity, ScoringOptions
+    from phalanx.evaluate.perplexity import Perplexity
+    from phalanx.evaluate.text import ScoringOptions
     from phalanx.generate.load import LoadedRun
 
 
@@ -112,9 +115,19 @@ def _start_generating(argv: Sequence[str], options: Generate) -> int:
 
         _write(load_run(options.run, options.step, options.device), options)
         return 0
-    from phalanx.generate import ranks as rank_group
+    require_cut(
+        job_of(RunDirectory(options.run).checkpoint(options.step, verify=False)).model.main, options.tp, options.pp
+    )
+    from phalanx.launch.local import launch_briefly
 
-    return rank_group.launch(["generate", *argv], options.run, options.step, options.tp, options.pp)
+    return launch_briefly(
+        ["generate", *argv],
+        processes=options.tp * options.pp,
+        # Only one stage computes at a time, so its ranks share all cores, as one process would have them.
+        threads=threads_for(0, options.tp),
+        stopped="while {} of {} ranks were generating.",
+        preload=["phalanx.cli.inference", "phalanx.generate.ranks"],
+    )
 
 
 def _generate_options(argv: Sequence[str], ranks: Ranks | None) -> Generate:
@@ -382,7 +395,7 @@ def _layout(options: Evaluate) -> Layout:
 
 
 def _scoring(options: Evaluate) -> ScoringOptions:
-    from phalanx.evaluate.perplexity import ScoringOptions
+    from phalanx.evaluate.text import ScoringOptions
 
     layout = _layout(options)
     return ScoringOptions(layout, options.batch_size, options.context, options.stride, options.precision)
@@ -390,14 +403,19 @@ def _scoring(options: Evaluate) -> ScoringOptions:
 
 def _launch(argv: Sequence[str], options: Evaluate, layout: Layout) -> int:
     """Starts the ranks of a layout, once it is known to be legal for every run."""
-    from phalanx.evaluate.perplexity import scoring_job
-    from phalanx.generate.load import find
+    from phalanx.evaluate.text import scoring_job
     from phalanx.launch.local import launch_briefly
 
     for path in options.runs:
-        scoring_job(find(path, options.step, verify=False), _scoring(options), options.device)
-    threads, stopped = threads_for(0, layout.processes), "while {} of {} ranks were evaluating."
-    return launch_briefly(["evaluate", *argv], processes=layout.processes, threads=threads, stopped=stopped)
+        manifest = RunDirectory(path).checkpoint(options.step, verify=False)
+        scoring_job(manifest, _scoring(options), options.device)
+    return launch_briefly(
+        ["evaluate", *argv],
+        processes=layout.processes,
+        threads=threads_for(0, layout.processes),
+        stopped="while {} of {} ranks were evaluating.",
+        preload=["phalanx.cli.inference", "phalanx.evaluate.perplexity"],
+    )
 
 
 def _evaluating_rank(options: Evaluate, ranks: Ranks, store: Store | None = None) -> int:

@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store  # torch.distributed.Store, to the type stubs
 
     from phalanx.machine.calibration import CalibrationReport
-    from phalanx.machine.self_test import SelfTestOptions
 
 TEST_DIST = job_verb(
     "test-dist",
@@ -110,14 +109,14 @@ def _start_test(words: Words) -> int:
             "mpiexec"
         )
     from phalanx.launch.local import launch_local
-    from phalanx.launch.verdict import WATCHDOG_CODE
+    from phalanx.launch.verdict import WATCHDOG_CODE, Restarts
+    from phalanx.launch.watchdog.diagnosis import Limits
 
     _make_folders(words.options)
     processes = job.layout.processes
     folder = Path(tempfile.mkdtemp(prefix="phalanx_test_dist_"))
     config = folder / "config.yaml"
     config.write_text(as_yaml(words.loaded), encoding="utf-8")
-    options = _self_test_options(words)
     # The ranks get absolute paths, and what is not the default.
     argv = [f"--{name}" for name in ("quick", "json") if name in words.switches]
     files = [name for name in ("html", "svg", "traces") if words.options[name]]
@@ -130,7 +129,8 @@ def _start_test(words: Words) -> int:
         all_ranks=job.run.all_ranks,
         grace_s=5.0,
         stopped=TEST_STOPPED,
-        limits=options.limits,
+        limits=Limits.within(words.options["timeout"]),
+        restarts=Restarts(preload=["phalanx.cli.machine", "phalanx.machine.self_test"]),
     )
     if code == 0:
         shutil.rmtree(folder)
@@ -141,19 +141,13 @@ def _start_test(words: Words) -> int:
     return RunError.exit_code
 
 
-def _self_test_options(words: Words) -> SelfTestOptions:
-    from phalanx.machine.self_test import SelfTestOptions
-
-    traces = Path(words.options["traces"]) if words.options["traces"] else None
-    return SelfTestOptions("quick" in words.switches, words.options["timeout"], traces)
-
-
 def _test_rank(words: Words, ranks: Ranks, store: Store | None = None) -> int:
     from phalanx.launch.process_group import device_of
-    from phalanx.machine.self_test import self_test
+    from phalanx.machine.self_test import SelfTestOptions, self_test
     from phalanx.train.device import choose
 
-    job, options = words.job, _self_test_options(words)
+    traces = Path(words.options["traces"]) if words.options["traces"] else None
+    job, options = words.job, SelfTestOptions("quick" in words.switches, words.options["timeout"], traces)
     if ranks.rank == 0:
         say_how_busy()
     kind = choose(job.cluster.device, 0).type
@@ -310,8 +304,14 @@ def _start_bench(argv: Sequence[str], request: _Request) -> int:
     processes = processes or (2 if is_comm else min(2, len(os.sched_getaffinity(0))))
     if processes == 1:
         return _bench_rank(request, SINGLE)
-    threads = threads_for(options["threads"], processes)
-    return launch_briefly(["bench", *argv], processes=processes, threads=threads, grace_s=5.0, stopped=BENCH_STOPPED)
+    return launch_briefly(
+        ["bench", *argv],
+        processes=processes,
+        threads=threads_for(options["threads"], processes),
+        grace_s=5.0,
+        stopped=BENCH_STOPPED,
+        preload=["phalanx.cli.machine", "phalanx.machine.calibration"],
+    )
 
 
 def _bench_rank(request: _Request, ranks: Ranks, store: Store | None = None) -> int:

@@ -49,7 +49,9 @@ def main(argv: Sequence[str]) -> int:
 
         return told(lambda: run_node(parse_json(flags["program"]), words))
     sys.argv = ["phalanx", "train", *words]  # command.txt records it
-    return phalanx_main(sys.argv[1:])
+    code = phalanx_main(sys.argv[1:])
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # also while Python ends: Slurm may send it to a run that is done
+    return code
 
 
 def rank_variables(env: Mapping[str, str]) -> list[str]:

@@ -13,23 +13,24 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+from phalanx.cli.launch_plan import LaunchPlan
 from phalanx.cli.verb import JSON, WHOLE, Option, Verb, Words, alone
 from phalanx.echo import echo
 from phalanx.errors import JobError, RunError
-from phalanx.launch.grid import GridRequest, ProcessGrid, solve
-from phalanx.launch.hosts import free_port, names_of, read_hosts
+from phalanx.launch.grid import GridRequest
+from phalanx.launch.hosts import free_port
 from phalanx.launch.local import launch_local
 from phalanx.launch.nodes import Nodes, Terms
 from phalanx.launch.program import PORT
 from phalanx.launch.ranks import threads_for
-from phalanx.launch.start import IN_WORDS, StartRequest, ephemeral_ports, port_for, where
+from phalanx.launch.site import Site
 from phalanx.launch.verdict import Restarts
 
 _OF_JOBS = (
-    *("submit", "site", "time", "account", "queue", "signal", "batch_option", "k8s_kind", "image", "pvc", "namespace"),
-    *("secret", "shm_gib", "ranks_by", "stop_after", "bucket", "kill"),
+    *("signal", "k8s_kind", "image", "pvc", "namespace", "secret", "shm_gib", "ranks_by", "stop_after", "bucket"),
+    "kill",
 )
 
 
@@ -38,7 +39,7 @@ def parse(argv: Sequence[str], of_jobs: Mapping[str, Option]) -> Words | None:
     Raises JobError with every problem."""
     flags = dict.fromkeys(word.partition("=")[0] for word in argv if word.startswith("--"))
     if of_job := [flag for flag in flags if flag[2:].replace("-", "_") in _OF_JOBS]:
-        raise JobError([f"{flag} is for a job file; a program is started here, or in an allocation" for flag in of_job])
+        raise JobError([f"{flag} is for a job file, and this is a program" for flag in of_job])
     return Verb(
         "launch",
         "Starts any program as ranks: RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT as torchrun sets them.",
@@ -46,6 +47,7 @@ def parse(argv: Sequence[str], of_jobs: Mapping[str, Option]) -> Words | None:
             (),
             {
                 **{name: option for name, option in of_jobs.items() if name not in _OF_JOBS},
+                "submit": Option("Write and submit a batch script.", None, Literal["slurm", "pbs"]),
                 "name": Option("Name of the run; by default that of the program.", value="NAME"),
                 "dir": Option("Folder of runs.", "runs", value="DIR"),
                 "max_restarts": Option("Restarts after failures, in an hour.", 0, at_least=0),
@@ -57,46 +59,53 @@ def parse(argv: Sequence[str], of_jobs: Mapping[str, Option]) -> Words | None:
     ).parse(argv)
 
 
-def grid_of(words: Words, env: Mapping[str, str], which: Callable[[str], str | None]) -> tuple[ProcessGrid, Any, Any]:
-    """Returns nodes × processes, the place, and the hosts. Raises JobError if the numbers do not fit."""
-    options, place = words.options, where(env, which)
-    hosts = tuple(read_hosts(Path(options["hostfile"]))) if options["hostfile"] else place.hosts
-    whence = f"--hostfile {options['hostfile']}" if options["hostfile"] else "the allocation"
-    per_node = options["nproc_per_node"] or ("" if options["nproc"] else "1")
-    nnodes = options["nnodes"] or ("" if hosts else "1")
-    grid = solve(GridRequest(nnodes, per_node, options["nproc"], available=len(hosts), where=whence))
-    return grid, place, hosts
+class ProgramLaunch(LaunchPlan):
+    """A program that is launched."""
 
+    @staticmethod
+    def used_devices(
+        words: Words, site: Site | None, env: Mapping[str, str], which: Callable[[str], str | None] | None
+    ) -> int:
+        return LaunchPlan.devices_of_node(site, env, which)
 
-def start_request(
-    words: Words, program: Sequence[str], grid: ProcessGrid, place: Any, hosts: Any, exported: Any
-) -> StartRequest:
-    """Returns what the launcher starts on every node. Raises JobError if nodes have no meeting place."""
-    options, directory = words.options, directory_of(words, program)
-    settings = {
-        "per_node": grid.per_node,
-        "directory": str(directory),
-        "max_restarts": options["max_restarts"],
-        "all_ranks": "all_ranks" in words.switches,
-    }
-    names = names_of(hosts)[: grid.nodes]
-    if grid.nodes > 1 and not names:
-        raise JobError("no list of nodes is known here: call this inside the allocation, or give --hostfile FILE")
-    port = options["port"] or port_for(place.job_id or str(directory), ephemeral_ports())
-    return StartRequest(
-        words=(f"--program={json.dumps(settings)}", *program),
-        grid=grid,
-        hosts=names,
-        endpoint=(names[0], port) if grid.nodes > 1 else None,
-        ranks_by="phalanx",
-        exported=exported,
-        python=sys.executable,
-        folder=os.getcwd(),
-        job_id=place.job_id,
-        cpu_bind=options["cpu_bind"],
-        in_step=place.in_step,
-        remote_shell=tuple(shlex.split(options["remote_shell"])),
-    )
+    @staticmethod
+    def grid_request(words: Words, available: int, where: str, devices: int) -> GridRequest:
+        options = words.options
+        per_node = options["nproc_per_node"] or ("" if options["nproc"] else "1")
+        if per_node == "auto" and not devices:
+            raise JobError("--nproc-per-node auto is one per device, and no devices are known here: give a number")
+        nnodes, cpu = options["nnodes"] or ("" if available else "1"), per_node != "auto"
+        return GridRequest(
+            nnodes, per_node, options["nproc"], available=available, where=where, devices=devices, cpu=cpu
+        )
+
+    @property
+    def grid_document(self) -> dict[str, Any]:
+        return {"processes": self.grid.processes, "program": list(self.extra)}
+
+    @property
+    def what(self) -> str:
+        return shlex.join(self.extra)
+
+    @property
+    def directory(self) -> Path:
+        return directory_of(self.words, self.extra)
+
+    @property
+    def terms(self) -> dict[str, Any]:
+        """The terms of `run_node`."""
+        found = {"per_node": self.grid.per_node, "directory": str(self.directory)}
+        found |= {"max_restarts": self.words.options["max_restarts"], "all_ranks": "all_ranks" in self.words.switches}
+        return found
+
+    @property
+    def node_words(self) -> tuple[str, ...]:
+        return f"--program={json.dumps(self.terms)}", *self.extra
+
+    def words_inside(self, site: Site, time_s: int) -> tuple[list[str], list[str]]:
+        restarts, directory = self.words.options["max_restarts"], self.directory
+        more = [f"--name={directory.name}", f"--dir={directory.parent}", f"--max-restarts={restarts}"]
+        return [], [*more, *(["--all-ranks"] if "all_ranks" in self.words.switches else [])]
 
 
 def directory_of(words: Words, program: Sequence[str]) -> Path:
@@ -109,17 +118,12 @@ def directory_of(words: Words, program: Sequence[str]) -> Path:
     return Path(os.path.abspath(Path(words.options["dir"]) / (words.options["name"] or name)))
 
 
-def sentence(grid: ProcessGrid, place: Any, launcher: str, program: Sequence[str]) -> str:
-    nodes, per_node = grid.nnodes, grid.per_node
-    return f"{IN_WORDS[place.kind]}; {launcher}; {nodes} × {per_node} = {grid.processes} ranks of {shlex.join(program)}"
-
-
-def run_node(settings: Mapping[str, Any], words: Sequence[str]) -> int:
+def run_node(asked: Mapping[str, Any], words: Sequence[str]) -> int:
     """Runs this node's ranks, and returns the exit code of the launch. The last words may say where nodes meet."""
     from phalanx.train.run_directory import locked
 
-    program, nodes, per_node = list(words), None, int(settings["per_node"])
-    directory, restarts = Path(settings["directory"]), int(settings["max_restarts"])
+    program, nodes, per_node = list(words), None, int(asked["per_node"])
+    directory, restarts = Path(asked["directory"]), int(asked["max_restarts"])
     if program[-1].startswith("run.rdzv_endpoint="):
         endpoint, nnodes = (program.pop().partition("=")[2] for _ in range(2))
         least, _, most = nnodes.partition(":")
@@ -134,7 +138,7 @@ def run_node(settings: Mapping[str, Any], words: Sequence[str]) -> int:
             processes=per_node,
             log_dir=directory / "logs",
             threads=threads_for(0, per_node),
-            all_ranks=bool(settings["all_ranks"]),
+            all_ranks=bool(asked["all_ranks"]),
             module="phalanx.launch.program",
             stopped="before the program ended",
             restarts=Restarts(restarts, directory=None if nodes else directory),

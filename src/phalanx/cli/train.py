@@ -175,14 +175,13 @@ def _require_room(job: Job, ranks: Ranks | None = None, *, oversubscribe: bool) 
     started (`ranks`). Such a rank may see only its own share of cores and accelerators: all cores of the host count,
     and accelerators are not counted."""
     from phalanx.launch import grid
+    from phalanx.launch.accelerators import accelerators
 
     device, devices = job.cluster.device, 0
-    if device in DEVICE_WORDS or (device == "auto" and grid.has_driver()):
-        if ranks is not None:
-            return
-        from phalanx.launch.accelerators import accelerators
-
+    if device != "cpu":
         devices = accelerators(device)[1]
+        if ranks is not None and (devices or device in DEVICE_WORDS):
+            return
     machine, here = grid.this_machine(devices), job.layout.processes // job.run.most_nodes
     if ranks is not None:
         device, machine = "cpu", replace(machine, cores=os.cpu_count() or 1)
@@ -226,7 +225,7 @@ def _launch(loaded: LoadedJob, directory: RunDirectory, as_json: bool) -> int:
             job.run.restart_window_s,
             lambda: newest_step(directory.metrics),
             None if nodes else directory.path,
-            _preload(job),
+            preload(job),
         ),
         nodes=nodes,
         memory=job.checkpoint.memory_every > 0,
@@ -234,7 +233,7 @@ def _launch(loaded: LoadedJob, directory: RunDirectory, as_json: bool) -> int:
     )
 
 
-def _preload(job: Job) -> list[str]:
+def preload(job: Job) -> list[str]:
     """Returns the modules that every rank imports until its first step, some of them at their first use."""
     modules = ["phalanx.cli.train", "phalanx.train.rank", "safetensors.torch"]
     if gathers_parameters(job.layout):

@@ -5,27 +5,24 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from phalanx.blocks.parameters import parameter_shapes
-from phalanx.check.job import problems_of
-from phalanx.checkpoint.manifest import Manifest, job_of
+from phalanx.checkpoint.manifest import job_of
 from phalanx.checkpoint.parts import held
 from phalanx.checkpoint.shard_file import Reader
 from phalanx.comm.agree import on_every_rank
-from phalanx.config.corpora import has_pairs, has_prompts
-from phalanx.config.job import Checkpoint, Data, GuardOptions, Job, Optimizer, Train
-from phalanx.config.layout import Layout
+from phalanx.config.job import Job
 from phalanx.data.files import Progress, silent
 from phalanx.data.loader import MicroBatch, evaluation_batches
 from phalanx.data.tokenizer import Tokenizer
 from phalanx.errors import JobError
 from phalanx.evaluate import text as windows
-from phalanx.evaluate.text import ScoredConversations, ScoredText
+from phalanx.evaluate.text import ScoredConversations, ScoredText, ScoringOptions, scoring_job
 from phalanx.generate.load import find_on_ranks, vocabulary_of
 from phalanx.parallel import mesh as meshes
 from phalanx.parallel.mesh import Mesh
@@ -74,57 +71,6 @@ class Perplexity:
         ratios = {name: getattr(self, name) for name in ("loss_per_byte", "bits_per_byte")}
         perplexity = self.perplexity if math.isfinite(self.perplexity) else None
         return {**vars(self), "perplexity": perplexity, **ratios}
-
-
-@dataclass(frozen=True)
-class ScoringOptions:
-    """How runs are scored."""
-
-    layout: Layout
-    batch_size: int
-    """Windows in one forward pass of one data rank."""
-    context: int = 0
-    """Tokens of a window; 0: the model's seq_len."""
-    stride: int = 0
-    """Tokens between the beginnings of windows; 0: the context."""
-    precision: str = ""
-    """That of training, unless it is given; bf16 where that is fp8."""
-
-
-def scoring_job(manifest: Manifest, scoring: ScoringOptions, device: str) -> Job:
-    """Returns the job in which a checkpoint is scored: its model and data, with a layout of its own, and no optimizer
-    state. Raises JobError if the model does not fit into the layout."""
-    job, layout = job_of(manifest), scoring.layout
-    if job.model.reward:
-        raise JobError(f"{manifest.path} is a reward model, whose loss is of pairs and not of tokens")
-    if has_pairs(job.data) or has_prompts(job.data):  # the loss is that of tokens
-        plain = Data(document_mask=job.data.document_mask)
-        job = replace(job, data=plain, train=replace(job.train, dpo=Train().dpo, grpo=Train().grpo))
-    micro = layout.micro_batch or scoring.batch_size
-    accumulation = layout.accumulation or (2 * layout.pp if layout.pp > 1 else 1)
-    job = replace(
-        job,
-        layout=replace(layout, micro_batch=micro, accumulation=accumulation),
-        train=replace(
-            job.train,
-            global_batch=micro * accumulation * layout.data_ranks,
-            batch_ramp="",
-            seq_ramp="",
-            precision=scoring.precision or job.train.precision.replace("fp8", "bf16"),  # pyright: ignore[reportArgumentType]
-            compile=False,
-        ),
-        optimizer=Optimizer(name="sgd", momentum=0.0),
-        guard=GuardOptions(),
-        checkpoint=Checkpoint(),
-        cluster=replace(job.cluster, nodes=1, devices_per_node=layout.processes, device=device),
-    )
-    context, _ = windows.legal_stride(scoring.context, scoring.stride, job.model.seq_len)
-    problems = [f"{path}: {message}" for path, message in problems_of(job)]
-    if context < job.model.seq_len and layout.cp > 1:
-        problems.append(f"--context {context}: with cp it must be the model's seq_len {job.model.seq_len}, or 0")
-    if problems:
-        raise JobError(problems)
-    return job
 
 
 def score(

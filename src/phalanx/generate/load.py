@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -13,7 +12,7 @@ import torch
 
 from phalanx.blocks.parameters import parameter_shapes
 from phalanx.bounded import field
-from phalanx.checkpoint.inventory import check, checkpoint_at, newest_valid
+from phalanx.checkpoint.inventory import check
 from phalanx.checkpoint.manifest import Box, Manifest, job_of
 from phalanx.checkpoint.shard_file import Reader
 from phalanx.comm.agree import on_rank_zero
@@ -37,8 +36,6 @@ from phalanx.parallel.precision import DTYPES
 from phalanx.partition.tensor_slices import slice_of
 from phalanx.train.device import choose
 from phalanx.train.run_directory import RunDirectory
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -75,7 +72,7 @@ def load_run(path: Path, step: int = 0, device: str = "auto") -> LoadedRun:
 
     Raises CheckpointError if there is no run, no such checkpoint, or a damaged one.
     """
-    manifest = find(path, step)
+    manifest = RunDirectory(path).checkpoint(step)
     model = empty_model(manifest)
     target = choose(device, 0)
     fill(model, manifest, target)
@@ -90,26 +87,9 @@ def in_chat(loaded: LoadedRun, path: Path) -> LoadedRun:
     return replace(loaded, chat=chat)
 
 
-def find(path: Path, step: int = 0, verify: bool = True) -> Manifest:
-    """Returns a run's checkpoint of `step` (0: the newest whole one); without `verify` only file sizes are checked.
-
-    Raises CheckpointError in the same cases as `load_run`."""
-    directory = RunDirectory(path)
-    directory.require()
-    root = directory.checkpoints
-    if step:
-        return check(checkpoint_at(root, step), verify)
-    manifest = newest_valid(root, verify, report=log.warning)
-    if manifest is None:
-        raise CheckpointError(
-            f"{path} has no checkpoint yet; it writes one at its end, or every checkpoint.every steps"
-        )
-    return manifest
-
-
 def find_on_ranks(path: Path, step: int = 0) -> Manifest:
-    """Returns the checkpoint on every rank of a process group as `find` does, which verifies it on rank 0."""
-    return check(Path(on_rank_zero(lambda: str(find(path, step).path))), verify=False)
+    """Returns `RunDirectory.checkpoint` on every rank of a process group, which verifies it on rank 0."""
+    return check(Path(on_rank_zero(lambda: str(RunDirectory(path).checkpoint(step).path))), verify=False)
 
 
 def empty_model(manifest: Manifest) -> Transformer:

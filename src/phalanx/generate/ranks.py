@@ -16,34 +16,27 @@ from pathlib import Path
 import torch
 from torch._C._distributed_c10d import Store  # torch.distributed.Store, to the type stubs
 
+<<<<<<< HEAD
 from phalanx.axes.catalogue import tensor_problems
 from phalanx.checkpoint.manifest import Manifest, job_of
+=======
+from phalanx.check.layout import require_cut
+from phalanx.checkpoint.manifest import job_of
+>>>>>>> launch41
 from phalanx.comm.agree import broadcast_json
-from phalanx.config.job import Job, RunOptions
+from phalanx.config.job import RunOptions
 from phalanx.config.layout import Layout
 from phalanx.data.tokenizer import Tokenizer
-from phalanx.errors import JobError
 from phalanx.generate.decoder import STOP, Decoder, follow
-from phalanx.generate.load import LoadedRun, empty_model, fill, find, find_on_ranks
-from phalanx.launch.local import launch_briefly
+from phalanx.generate.load import LoadedRun, empty_model, fill, find_on_ranks
 from phalanx.launch.process_group import process_group
-from phalanx.launch.ranks import Ranks, threads_for
+from phalanx.launch.ranks import Ranks
 from phalanx.parallel import mesh as meshes
 from phalanx.parallel import tensor
 from phalanx.parallel.stages import Stages
 from phalanx.partition.cut import stages_of
 from phalanx.schedule.generators import gpipe
 from phalanx.train import device as devices
-
-
-def launch(argv: list[str], run: Path, step: int, tp: int, pp: int) -> int:
-    """Starts tp × pp ranks with a command line that makes each call `joined`, and returns the exit code of the launch.
-
-    Before it starts any, it raises JobError if the cut does not suit the model, and the errors of `load_run`."""
-    require_cut(find(run, step, verify=False), tp, pp)  # the ranks verify it
-    # Only one stage computes at a time, so its ranks share all cores, as one process would have them.
-    threads, stopped = threads_for(0, tp), "while {} of {} ranks were generating."
-    return launch_briefly(argv, processes=tp * pp, threads=threads, stopped=stopped)
 
 
 @contextmanager
@@ -70,7 +63,7 @@ def joined(
 def load_part(run: Path, step: int, device: torch.device, tp: int, pp: int) -> Decoder:
     """Loads one rank's part inside a process group. One rank verifies the checkpoint, each reads its own tensors."""
     manifest = find_on_ranks(run, step)
-    require_cut(manifest, tp, pp)
+    require_cut(job_of(manifest).model.main, tp, pp)
     mesh = meshes.build(Layout(tp=tp, pp=pp), device.type)
     pipeline, slices = mesh.axis("pp"), mesh.axis("tp")
     model = empty_model(manifest)
@@ -83,19 +76,3 @@ def load_part(run: Path, step: int, device: torch.device, tp: int, pp: int) -> D
         tensor.connect(model, tensor.TensorParallel(slices))
     fill(model, manifest, device, tp, slices.rank)
     return Decoder(model, device, vocab, stages.local_stages, range(pp), pipeline, slices)
-
-
-def require_cut(manifest: Manifest, tp: int, pp: int) -> None:
-    """Raises JobError, with everything that is in the way, unless tp × pp ranks can share a checkpoint's model."""
-    model, problems = job_of(manifest).model.main, []
-    if not 1 <= pp <= model.n_layers:
-        problems.append(
-            f"1 ≤ pp {pp} ≤ n_layers {model.n_layers} does not hold: each rank of a pipeline has at least one layer; "
-            f"nearest legal: pp {min(max(pp, 1), model.n_layers)}"
-        )
-    if tp < 1:
-        problems.append(f"tp {tp}: at least 1")
-    else:
-        problems += [message for _, message in tensor_problems(Job(model=model, layout=Layout(tp=tp)))]
-    if problems:
-        raise JobError(problems)

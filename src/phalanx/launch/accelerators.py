@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import torch
+import os
+import sys
 
 from phalanx.config.cluster import DEVICE_TYPES, DEVICE_WORDS, no_device
 from phalanx.errors import JobError
@@ -10,7 +11,13 @@ from phalanx.errors import JobError
 
 def accelerators(wanted: str) -> tuple[str, int]:
     """Returns torch's type and the number of this machine's devices that `wanted` means, a value of cluster.device:
-    ("cpu", 0) if there are none."""
+    ("cpu", 0) if there are none. Where no driver of such devices is loaded, torch need not be imported for that."""
+    modules = ("i915", "xe")  # Intel's
+    paths = "/dev/nvidiactl", "/dev/kfd", "/dev/dxg", *(f"/sys/bus/pci/drivers/{module}" for module in modules)
+    if "torch" not in sys.modules and not any(map(os.path.exists, paths)):
+        return "cpu", 0
+    import torch
+
     found = torch.accelerator.current_accelerator()
     kind = found.type if found else "cpu"
     here = DEVICE_TYPES.get(wanted) or kind

@@ -182,6 +182,7 @@ def _redirect(descriptor: int, path: str, flags: int) -> None:
 
 def _main() -> None:
     die_with_parent(int(os.environ[LAUNCHER_PID]))
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # of the ranks: it ends them at once, wherever they are
     for module in sys.argv[1:-1]:
         importlib.import_module(module)
     gc.freeze()  # exempts the imports from garbage collection, which would copy their pages in every rank

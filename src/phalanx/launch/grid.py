@@ -29,13 +29,6 @@ class Machine:
     devices: int
 
 
-def has_driver() -> bool:
-    """Returns whether a driver of accelerators is loaded, so that it is worth importing torch to count them."""
-    modules = ("i915", "xe")  # Intel's
-    paths = "/dev/nvidiactl", "/dev/kfd", "/dev/dxg", *(f"/sys/bus/pci/drivers/{module}" for module in modules)
-    return any(os.path.exists(path) for path in paths)
-
-
 def this_machine(devices: int) -> Machine:
     """Returns the cores and the free memory of this machine (of its control group, where that is less)."""
     facts = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines())

@@ -24,7 +24,7 @@ from phalanx.echo import echo, shortened
 from phalanx.errors import RunError, StoppedError
 from phalanx.launch.fork_server import ForkServer
 from phalanx.launch.logs import AttemptLogs, claim, newest_of
-from phalanx.launch.nodes import POLL_S, Ending, NodeFailure, Nodes, Round, known
+from phalanx.launch.nodes import HOST, POLL_S, Ending, NodeFailure, Nodes, Round, known
 from phalanx.launch.output import unblocked
 from phalanx.launch.peers import StateMemory
 from phalanx.launch.ranks import GENERATION, LAUNCHER_PID, LOG_DIR, LOOPBACK, RESTARTED, thread_environment
@@ -159,6 +159,7 @@ def _start(command: Sequence[str], environment: Mapping[str, str], stdout: str, 
         environment,
         file_actions=[(os.POSIX_SPAWN_OPEN, descriptor, name, flags, 0o666) for descriptor, name in files],
         setsid=True,
+        setsigmask=[signal.SIGINT],  # until `take_interrupts`: Python that is starting would end with an error
     )
 
 
@@ -176,6 +177,12 @@ _PEER_GRACE_S = 3.0  # for the peers of a failed rank: long enough to notice and
 _UNBEGUN_GRACE_S = 3.0  # before the first step there is nothing to save
 _UNKILLABLE_S = 60.0  # after SIGKILL: a process whose disk or driver does not answer stays until it does
 _SILENT_PEER_GRACE_S = 0.5  # after a rank that was killed: its peers know less of the reason than the launcher
+
+
+def after_the_end(number: int, before: Any) -> Any:
+    """Returns the handler of a signal once there is nothing left to stop: the one `before`, but for SIGUSR1, which must
+    not change the exit code then. It stays one that a later run takes over."""
+    return (lambda *_: None) if number == signal.SIGUSR1 and before is signal.SIG_DFL else before
 
 
 class StopSignals:
@@ -196,7 +203,7 @@ class StopSignals:
             yield
         finally:
             for number in taken:
-                signal.signal(number, before[number])
+                signal.signal(number, after_the_end(number, before[number]))
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
@@ -394,7 +401,10 @@ class Attempts:
         """Judges the attempt, whose ranks have ended, and tells the user. Returns whether another one follows."""
         message, failure = self._judge()
         self._tell(message)
-        if failure is None or self.signals.requests or self._superseded:
+        directory = self.restarts.directory
+        # Another launcher may have claimed the run directory: to claim it back would take it from a live run.
+        superseded = directory is not None and newest_of(directory) != self._generation
+        if failure is None or self.signals.requests or superseded:
             return False
         self._restarted = {"attempt": self.count, "reason": headline(message), "time": self._first_exit}
         return self._decide(failure)
@@ -439,12 +449,6 @@ class Attempts:
             say(message)
         if failed:
             say(f"the logs of all ranks are in {self.logs.attempt_dir}")
-
-    @property
-    def _superseded(self) -> bool:
-        """True if another launcher has claimed the run directory: to claim it back would take it from a live run."""
-        directory = self.restarts.directory
-        return directory is not None and newest_of(directory) != self._generation
 
     def _step(self) -> int | None:
         """Returns the newest step that this attempt has done; None before its first."""
@@ -501,7 +505,7 @@ class NodeAttempts(Attempts):
     def part(self) -> NodePart | None:
         """Waits for the next round of this node. Returns None, with `_over` set, if none follows: the run has ended
         elsewhere, the host is away for too long, or this launcher was asked to stop."""
-        last, patience_s = self.round, self.terms.patience_s
+        last, patience_s, is_spare = self.round, self.terms.patience_s, False
         self.link.exchange(waits=True)
         while True:
             notice = self.link.notice
@@ -520,6 +524,10 @@ class NodeAttempts(Attempts):
             is_new = current is not None and (last is None or current.generation != last.generation)
             if current and is_new and ending is None and notice.slot in current.members:
                 break
+            others = current.members if current and ending is None and notice.slot > HOST else ()
+            if not is_spare and len(others) == self.terms.most and notice.slot not in others:
+                say("the run has all its nodes: this one is a spare, and takes the place of one that is lost")
+                is_spare = True
             time.sleep(POLL_S / 4)
         self.round, members = current, current.members
         self.link.exchange(waits=False, round=current.number, failure=None)
@@ -683,13 +691,17 @@ def launch_local(
         memory: keep the newest state of the ranks in memory while they are started again.
         replicas: how many replicas of `processes` ranks come and go, and without how many the run waits.
     """
-    _say_whose_threads(threads)
+    if (theirs := os.environ.get("OMP_NUM_THREADS")) not in (None, str(threads)):
+        echo(f"phalanx: OMP_NUM_THREADS={theirs} is set and overrides {threads} threads per rank", file=sys.stderr)
     network = nodes.environment if nodes else LOOPBACK
     environment = {LAUNCHER_PID: str(os.getpid()), **network, **thread_environment(threads, os.environ)}
     with private_folder() as store_dir:
         logs = AttemptLogs(log_dir.absolute(), store_dir, environment, all_ranks)
         try:
-            with _memory_in(store_dir, nodes) if memory else nullcontext() as kept:
+            host, silence_s, key = "", 0.0, str
+            if nodes:
+                host, silence_s, key = nodes.endpoint[0], nodes.silence_s, lambda: known(nodes.directory)
+            with StateMemory(store_dir / "state", host, key, silence_s, say) if memory else nullcontext() as kept:
                 if replicas:
                     if restarts.directory is not None:
                         logs.environment = {**environment, GENERATION: claim(restarts.directory)}
@@ -697,31 +709,21 @@ def launch_local(
                     return _launch_replicas([module, *argv], *replicas, processes, logs, restarts.preload, *how)
                 how = (logs, stopped, restarts, grace_s, limits, metrics, kept)
                 attempts = NodeAttempts(nodes, *how) if nodes else Attempts(*how)
-                with attempts, attempts.signals.handled():
+                with attempts.signals.handled(), attempts:
                     attempts.run([module, *argv], processes)
         except OSError as error:
             raise RunError(f"Cannot start {processes} ranks with logs in {log_dir}: {error}.") from error
     return attempts.code
 
 
-def _memory_in(folder: Path, nodes: Nodes | None) -> StateMemory:
-    if nodes is None:
-        return StateMemory(folder / "state", "", lambda: "", 0.0, say)
-    return StateMemory(folder / "state", nodes.endpoint[0], lambda: known(nodes.directory), nodes.silence_s, say)
-
-
-def launch_briefly(argv: list[str], *, processes: int, threads: int, stopped: str, grace_s: float = 30.0) -> int:
-    """Runs ranks as `launch_local` does, for a verb that keeps nothing: their logs stay only if one of them failed."""
+def launch_briefly(
+    argv: list[str], *, processes: int, threads: int, stopped: str, preload: Sequence[str], grace_s: float = 30.0
+) -> int:
+    """Runs ranks as `launch_local` does, for a verb that keeps nothing: their logs stay only if one of them failed.
+    `preload` are the modules that every rank imports."""
     logs = Path(tempfile.mkdtemp(prefix=f"phalanx_{argv[0]}_"))  # not in a run, which may belong to another user
-    code = launch_local(
-        argv, processes=processes, log_dir=logs, threads=threads, all_ranks=False, grace_s=grace_s, stopped=stopped
-    )
+    how = {"log_dir": logs, "threads": threads, "all_ranks": False, "grace_s": grace_s, "stopped": stopped}
+    code = launch_local(argv, processes=processes, restarts=Restarts(preload=preload), **how)
     if code == 0:
         shutil.rmtree(logs)
     return code
-
-
-def _say_whose_threads(threads: int) -> None:
-    theirs = os.environ.get("OMP_NUM_THREADS")
-    if theirs not in (None, str(threads)):
-        echo(f"phalanx: OMP_NUM_THREADS={theirs} is set and overrides {threads} threads per rank", file=sys.stderr)

@@ -7,7 +7,7 @@ import os
 import sys
 
 from phalanx.echo import echo
-from phalanx.launch.lifeline import die_with_parent
+from phalanx.launch.lifeline import die_with_parent, take_interrupts
 from phalanx.launch.ranks import GENERATION, HEARTBEATS, LAUNCHER_PID, LOG_DIR, RESTARTED, STORE
 
 PORT = "PHALANX_PROGRAM_PORT"
@@ -17,6 +17,7 @@ PORT = "PHALANX_PROGRAM_PORT"
 def main(argv: list[str]) -> int:
     env = dict(os.environ)
     die_with_parent(int(env[LAUNCHER_PID]))
+    take_interrupts()
     if env["MASTER_PORT"] == "0":
         env["MASTER_PORT"] = env[PORT]
     for name in (LAUNCHER_PID, STORE, HEARTBEATS, GENERATION, RESTARTED, LOG_DIR, PORT):

@@ -63,8 +63,7 @@ class StartRequest:
     cpus_per_rank: int = 0  # processors of a rank for launchers that ask; 0 leaves it to them
     devices: int = 0
     in_step: bool = False
-    stop_after_s: int = 0
-    """Seconds after which the run is asked to stop with a checkpoint; 0 is never."""
+    stop_after_s: int = 0  # seconds after which the run is asked to stop with a checkpoint; 0 is never
     extra: tuple[str, ...] = ()  # the user's own options of the launcher
     remote_shell: tuple[str, ...] = ()
     grace_s: float = 30.0  # seconds that the nodes need from the first end to the last
@@ -243,7 +242,6 @@ def launcher_for(
     hosts_given: bool,
     site: Site | None,
     version: Callable[[], str],
-    submits: bool = True,
 ) -> Launcher:
     """Returns the launcher: the wanted one, or that of the place. `version` returns what `mpiexec --version` prints.
     Raises JobError where nothing can start the job, with the ways to start it."""
@@ -263,10 +261,9 @@ def launcher_for(
             raise JobError("this job of PBS has several nodes, but no mpiexec: load its module, or give --launcher ssh")
     elif place.kind in ("slurm login node", "pbs login node"):
         scheduler, allocation = ("slurm", "salloc") if place.kind.startswith("slurm") else ("pbs", "qsub -I")
-        ways = f"submit the job (--submit {scheduler}), " if submits else ""  # programs are not submitted
         raise JobError(
-            f"{here}: {ways}call this inside an allocation ({allocation}), or run it on this very host "
-            "(--launcher local)"
+            f"{here}: submit the job (--submit {scheduler}), call this inside an allocation ({allocation}), or run it "
+            "on this very host (--launcher local)"
         )
     elif nodes > 1:
         hosts = "name the hosts (--hostfile FILE, one per line, reached over ssh), or run all ranks here (--nnodes 1)"
@@ -330,7 +327,8 @@ def commands_of(launcher: Launcher, request: StartRequest, hostfile: str = "") -
     if request.stop_after_s and request.ranks_by != "phalanx":
         raise JobError(f"--stop-after needs Phalanx launchers (--ranks-by phalanx, not {request.ranks_by})")
     if launcher == "local":  # train starts its own ranks
-        plain = request.ranks_by == "phalanx" and not request.stop_after_s
+        is_program = any(word.startswith("--program=") for word in request.words[:1])
+        plain = request.ranks_by == "phalanx" and not request.stop_after_s and not is_program
         return [HostCommand(node_words(replace(request, ranks_by="launcher") if plain else request))]
     if launcher == "ssh":
         if not request.hosts:

@@ -41,8 +41,7 @@ class SubmitRequest:
     site: Site
     exported: Exported
     time_s: int
-    signal_s: int
-    """Seconds before the end of the time limit at which the run is asked to stop; 0 asks for nothing."""
+    signal_s: int  # seconds before the time limit at which the run is asked to stop; 0 asks for nothing
     requeue: bool = False
     account: str = ""
     queue: str = ""

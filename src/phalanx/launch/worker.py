@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from phalanx.errors import StoppedError
-from phalanx.launch.lifeline import die_with_parent
+from phalanx.launch.lifeline import die_with_parent, take_interrupts
 from phalanx.launch.ranks import HEARTBEATS, LAUNCHER_PID, LOG_DIR
 from phalanx.launch.verdict import Outcome, describe, reserve_room, spare_name
 from phalanx.launch.watchdog import heartbeat
@@ -27,8 +27,7 @@ def main(run: Callable[[list[str]], int]) -> NoReturn:
     """Runs `run(argv)` as a rank: dies with the launcher, records the outcome, exits with its code."""
     die_with_parent(int(os.environ[LAUNCHER_PID]))
     faulthandler.enable()
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # until the first step it ends a rank at once, as SIGTERM does
+    take_interrupts()
     heartbeat.start(Path(os.environ[HEARTBEATS]), int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
@@ -36,6 +35,7 @@ def main(run: Callable[[list[str]], int]) -> NoReturn:
     directory, spare = Path(os.environ[LOG_DIR]), Path(os.environ[HEARTBEATS], spare_name(int(os.environ["RANK"])))
     code = report(directory, lambda: run(sys.argv[1:]), spare)
     if code in (0, StoppedError.exit_code):
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # it must not end a rank that is done, while Python ends
         sys.exit(code)
     # A failed rank leaves at once: the interpreter's way out may wait for peers in a half-done collective.
     sys.stdout.flush()

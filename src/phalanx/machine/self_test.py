@@ -420,9 +420,6 @@ TIMING_S = {True: 2.0, False: 8.0}
 """Seconds for the timing of all axes together, by --quick."""
 PAIRS_S = {True: 1.5, False: 6.0}
 """Seconds for the matrix of pairs, by --quick."""
-START_S = 300.0
-"""Seconds without a sign of life that count as a hang before the test, while modules are loaded, and until the first
-training step is done, which may compile."""
 UNKNOWN_VOCABULARY = 256
 """Vocabulary size of the training where only the corpus, which is not read, would tell."""
 
@@ -434,11 +431,6 @@ class SelfTestOptions:
     """Seconds that a collective may wait for a peer; after half of them the watchdog names who hangs."""
     traces: Path | None = None
     """Folder for the profiles and the reports of hangs."""
-
-    @property
-    def limits(self) -> Limits:
-        """The limits of a silent rank."""
-        return Limits(self.timeout_s / 2, max(START_S, self.timeout_s / 2))
 
 
 def self_test(
@@ -460,7 +452,7 @@ def self_test(
         if HEARTBEATS not in os.environ and ranks.world > 1:
             token = on_rank_zero(lambda: secrets.token_hex(8))
             reports = (options.traces or Path("traces")).absolute()
-            join(ranks, hosts, token, options.limits, reports, None)
+            join(ranks, hosts, token, Limits.within(options.timeout_s), reports, None)
         agree_on_job(job, device)
         heartbeat.enter(Phase.TEST)
         # The training must be legal here, before anything is measured.

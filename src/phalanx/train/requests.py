@@ -19,7 +19,7 @@ from types import FrameType
 
 from phalanx.config.corpora import has_prompts
 from phalanx.config.job import Job
-from phalanx.launch.local import SAME_REQUEST_S, grace_left
+from phalanx.launch.local import SAME_REQUEST_S, after_the_end, grace_left
 
 log = logging.getLogger(__name__)
 
@@ -121,7 +121,7 @@ class StopRequest:
     once. A context manager.
 
     Before its `with` block the signals act as they always do: before the first step there is nothing to save. After it,
-    too, unless one has come: then they are ignored, since the process is about to end with a checkpoint."""
+    too, but for SIGUSR1; unless one has come: then they are ignored, since the process is about to end."""
 
     def __init__(self) -> None:
         self.signal: int = 0
@@ -159,7 +159,7 @@ class StopRequest:
         for number, handler in self.before.items():
             # Slurm signals every process of a step, and the launcher passes the same request on: with short steps that
             # copy comes when the checkpoint is written, and must not change the exit code.
-            signal.signal(number, signal.SIG_IGN if self.signal else handler)
+            signal.signal(number, signal.SIG_IGN if self.signal else after_the_end(number, handler))
 
     def _note(self, number: int, _frame: FrameType | None) -> None:
         now = time.monotonic()

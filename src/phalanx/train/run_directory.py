@@ -34,7 +34,7 @@ import phalanx
 from phalanx.bounded import field, parse_json, read_tail
 from phalanx.check.load import LoadedJob, as_dict, as_yaml
 from phalanx.check.start import KEPT
-from phalanx.checkpoint.inventory import newest_valid, set_aside
+from phalanx.checkpoint.inventory import check, checkpoint_at, newest_valid, set_aside
 from phalanx.checkpoint.manifest import Manifest, job_of
 from phalanx.config.added import ADDED
 from phalanx.config.fields import get, leaves
@@ -42,7 +42,7 @@ from phalanx.config.job import Job
 from phalanx.data.files import open_regular, write_atomic
 from phalanx.data.template import TEMPLATE_FILES
 from phalanx.echo import echo, shortened
-from phalanx.errors import JobError, NotFoundError, RunError
+from phalanx.errors import CheckpointError, JobError, NotFoundError, RunError
 from phalanx.launch.lifeline import process_state
 from phalanx.nearest import no_run
 from phalanx.registry import installed
@@ -497,6 +497,20 @@ class RunDirectory:
             with self.writing():
                 renamed = held.enter_context(locked(self.path, fresh=fresh))
             yield renamed
+
+    def checkpoint(self, step: int = 0, verify: bool = True) -> Manifest:
+        """Returns the checkpoint of `step` (0: the newest whole one); without `verify` only file sizes are checked.
+
+        Raises JobError if this is no run, and CheckpointError if there is no such checkpoint, or it is damaged."""
+        self.require()
+        if step:
+            return check(checkpoint_at(self.checkpoints, step), verify)
+        manifest = newest_valid(self.checkpoints, verify, report=log.warning)
+        if manifest is None:
+            raise CheckpointError(
+                f"{self.path} has no checkpoint yet; it writes one at its end, or every checkpoint.every steps"
+            )
+        return manifest
 
     def resume_from(self, job: Job, verify: bool = False, before: int | None = None) -> Manifest | None:
         """Returns the newest whole checkpoint of this run (if given, of a step below `before`), if there is any.

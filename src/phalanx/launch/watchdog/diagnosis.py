@@ -212,6 +212,11 @@ class Limits:
     start_s: float  # until the first step is done, which loads, compiles and allocates, and after the last one
     follows: bool = False  # whether `hang_s` is only the longest: the limit follows the pace of the run
 
+    @classmethod
+    def within(cls, timeout_s: float) -> Limits:
+        """Returns those of a test whose collectives wait `timeout_s`: the watchdog names who hangs before they fail."""
+        return cls(timeout_s / 2, max(300.0, timeout_s / 2))
+
     def of(self, view: RankView, pace: Pace | None = None, load: float = 1.0) -> float:
         """Returns the limit of a rank, by the run's pace if that is given and counts."""
         record = view.record

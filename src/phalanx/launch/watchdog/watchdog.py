@@ -344,6 +344,7 @@ def write(finding: Finding, directory: Path, name: str = "hang") -> None:
 _NODE_POLL_S = 0.2
 _FIRST_RANK_S = 60.0  # for the first rank to write its heartbeat
 _LAST_WORDS_S = 5.0  # for the others to notice that a rank is gone, before its end is explained
+_KILLED_TOGETHER = "killed together, as some mpiexec do when one rank dies; their launcher or the kernel says why"
 
 
 @dataclass(frozen=True)
@@ -393,6 +394,7 @@ def _watch_node(directory: Path, asked: NodeWatch) -> None:
         return pids
 
     began, gone, explained = time.monotonic(), 0.0, False
+    first: set[int] = set()  # ranks whose ends nobody explained, of the first look that found any
     pids: dict[int, int] | None = None
     while pids is None or pids or (not exits and time.monotonic() - began < _FIRST_RANK_S):
         time.sleep(_NODE_POLL_S)
@@ -404,12 +406,15 @@ def _watch_node(directory: Path, asked: NodeWatch) -> None:
                     os.kill(pid, signal.SIGKILL)
             write(finding, reports, f"hang.{watchdog.host}")
             return
-        if -1 in exits.values():
-            gone = gone or time.monotonic()
+        if lost := {rank for rank, code in exits.items() if code == -1}:
+            first, gone = first or lost, gone or time.monotonic()
             if not explained and (not pids or time.monotonic() - gone > _LAST_WORDS_S):
                 explained = True
-                if words := watchdog.post_mortem(exits):
-                    say(words)
+                # MPICH kills all ranks when one of them is killed: those that went later are no cause.
+                words = watchdog.post_mortem({r: None if r in lost - first else c for r, c in exits.items()})
+                if words:
+                    together = len(first) > 1 and first == exits.keys()
+                    say(f"All ranks on {watchdog.host} are gone at once: {_KILLED_TOGETHER}" if together else words)
 
 
 def join(ranks: Ranks, hosts: Sequence[str], token: str, limits: Limits, reports: Path, metrics: Path | None) -> None:
