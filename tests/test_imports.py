@@ -38,7 +38,7 @@ MOST_LINES = {
     "config": 7400,
     "cost": 7220,
     "data": 6810,
-    "dryrun": 2694,
+    "dryrun": 2696,
     "evaluate": 670,
     "exchange": 2640,
     "foreign": 4350,
