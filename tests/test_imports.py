@@ -38,7 +38,7 @@ MOST_LINES = {
     "config": 6550,
     "cost": 7220,
     "data": 6760,
-    "dryrun": 2690,
+    "dryrun": 2700,
     "evaluate": 670,
     "exchange": 2630,
     "foreign": 4350,
@@ -46,7 +46,7 @@ MOST_LINES = {
     "graph": 2150,
     "launch": 8008,
     "machine": 5400,
-    "model": 3686,
+    "model": 3690,
     "optimizers": 550,
     "parallel": 7379,
     "partition": 1466,
@@ -61,7 +61,7 @@ MOST_LINES = {
     "train": 9772,
     "validation": 1660,
     "": 1810,
-    "verify": 4090,
+    "verify": 4092,
 }
 """Lines that a room may have, "" being the modules beside the rooms: whoever makes one shorter lowers its figure, and
 whoever needs more finds first what stands twice."""

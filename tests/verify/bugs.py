@@ -651,7 +651,7 @@ BUGS = (
     # Completions.
     Bug(
         "the loss of completions is the mean of those of the micro-batch",
-        "dp_replicate=2,accumulation=2",
+        "dp_replicate=2",
         "parallel.objective:PolicyLoss.__call__",
         (("(weight * loss).where(valid, 0).sum()", "(weight * loss).where(valid, 0).sum() / len(losses)"),),
         "| loss |",

@@ -326,14 +326,30 @@ def _aligned(
     mine: Sequence[RecordedOperation], theirs: Sequence[RecordedOperation], stages: tuple[int, ...]
 ) -> Iterator[tuple[Any, Any]]:
     """Yields the events of two programs in pairs; None where only one of them has it. Those of two `stages` share
-    checks and collectives alone: whatever else they compute, differs."""
+    checks and collectives alone: whatever else they compute, differs. Others have the same collectives in the same
+    order, whatever they compute between them."""
     if stages:
-        a, b = (
+        keys = (
             [_key_between_stages(each, stages, n, rank) for n, each in enumerate(of)]
             for rank, of in enumerate((mine, theirs))
         )
-    else:
-        a, b = [each.key for each in mine], [each.key for each in theirs]
+        yield from _matched(mine, theirs, *keys)
+        return
+    calls = [[n for n, each in enumerate(of) if each.group] for of in (mine, theirs)]
+    if [mine[n].name for n in calls[0]] != [theirs[n].name for n in calls[1]]:
+        calls = [[], []]
+    a, b = 0, 0
+    for i, j in (*zip(*calls, strict=True), (len(mine), len(theirs))):
+        between = mine[a:i], theirs[b:j]
+        yield from _matched(*between, *([each.key for each in of] for of in between))
+        yield from zip(mine[i : i + 1], theirs[j : j + 1], strict=True)
+        a, b = i + 1, j + 1
+
+
+def _matched(
+    mine: Sequence[RecordedOperation], theirs: Sequence[RecordedOperation], a: Sequence[Any], b: Sequence[Any]
+) -> Iterator[tuple[Any, Any]]:
+    """Yields events in pairs by their keys `a` and `b`."""
     if a == b:
         yield from zip(mine, theirs, strict=True)
         return

@@ -231,9 +231,10 @@ class Transformer(nn.Module):
         from the first block's input or from what an earlier stage sent, (batch, seq, stream_width)."""
         if not self.config.layer_embedding:
             return x, None
-        if isinstance(self.layer_inputs, LayerInputs):
-            return x, LayerTokens(tokens, self.layer_inputs(x))
         width = self.config.d_model
+        if x.shape[-1] == width:  # a rank with the first stage may have later ones, too
+            assert self.layer_inputs is not None, "the first stage has it"
+            return x, LayerTokens(tokens, self.layer_inputs(x))
         return x[..., :width], LayerTokens(tokens, x[..., width:])
 
     def sent(self, x: Tensor, beside: LayerTokens | None) -> Tensor:

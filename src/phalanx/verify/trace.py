@@ -190,7 +190,9 @@ class StepRecorder:
         for name, module in model.named_modules():
             if next(module.parameters(recurse=False), None) is not None:
                 module.register_forward_pre_hook(partial(self._keep_weights, name))
-        self._after("embed", model.embed)
+        stages = self.stepper.replica.model.stages
+        if stages is None or any(stage.first for stage in stages.local_stages.values()):
+            self._after("embed", model.embed)  # elsewhere it looks up further tokens
         if model.positions is not None:
             model.positions.register_forward_hook(self._see_positions)
         if model.layer_inputs is not None:  # of which tensor ranks have parts of the gradient
