@@ -80,6 +80,7 @@ def backward_moments(place: Place, kind: LayerKind, *, splits: bool = False) -> 
             if matrices[0].routed:
                 row *= shapes[0][0] * (place.profile.imbalance if place.ep > 1 else 1)
             outputs, inputs, done = row * sum(shape[-2] for shape in shapes), row * shapes[0][-1], 0
+            inputs *= not operator.detached
             if matrices[0].cut != "columns" or matrices[0].routed:
                 arriving = outputs
             elif operator.name == "shared.down" and place.folds:  # rows' gradients are sent back meanwhile
@@ -96,7 +97,7 @@ def backward_moments(place: Place, kind: LayerKind, *, splits: bool = False) -> 
                 done += 0 if weight.frozen else weight.size_on(place.tp, place.ep_shard)
                 found.append(Moment(here + arriving + times * inputs, done, arrived + done))
                 arriving -= row * shape[-2] if len(shapes) > 1 else 0
-            if splits and not matrices[0].frozen:
+            if splits and not (matrices[0].frozen or operator.detached):
                 live += outputs + inputs
             arriving = inputs
         elif operator.name.endswith(".activation"):
@@ -229,7 +230,7 @@ def deferred(place: Place, kind: BlockKind) -> float:
 
 
 def _deferred(place: Place, operators: Iterable[Operator]) -> float:
-    products = (operator.product(place.tp, place.ep_shard) for operator in operators)
+    products = (each.product(place.tp, place.ep_shard) for each in operators if not each.detached)
     numbers = sum(each.m * each.number * (each.n + each.k) for each in products if each and not each.frozen)
     return numbers * place.width / place.tokens
 
