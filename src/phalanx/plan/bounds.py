@@ -116,7 +116,7 @@ class StepBytes:
         whole, activations = 0.0, self.activations
         if zero == 3 and not self.formulas.profile.gathers_matrices:
             whole, activations = self._whole(reshard)
-            if not self.tables.request.model.lora.rank:
+            if not self.tables.request.model.freezes:
                 layout = replace(self.tables.space.base, pp=self.pp, accumulate=accumulate)
                 sent = self.formulas.sent_last(self._outside(reshard), self.m, layout)
                 whole = whole + sent * self.group.shared
