@@ -147,28 +147,12 @@ LAYOUTS = [
 
 BOUND = 0.03
 BEYOND = {
-    # Not explained yet: hardly any weight has a gradient.
-    ("dp_shard=2,accumulate=sharded,micro_batch=1", "warm-up"): 0.043,
-    ("pp=2,schedule=zb_h1,micro_batch=1", "warm-up"): 0.055,
-    # Not explained yet: 2 % are there without shared keys, and a wide MLP in the last block adds as much.
-    ("recompute=full", "shared keys"): 0.038,
-    ("tiles=2,recompute=full,loss_chunk=64", "shared keys"): 0.038,
-    ("dp_shard=2,recompute=full", "shared keys"): 0.053,
-    ("tp=2,sp=true,recompute=full", "shared keys"): 0.05,
-    # What waits for the weights' gradients of chosen keys is counted as the matrices' own, and so too high.
-    ("pp=2,schedule=zb_h1,micro_batch=1", "chosen keys"): 0.038,
-    # Sums of replicated parameters' gradients over tensor ranks, beside ZeRO-2's bucket.
-    ("dp_shard=2,tp=2,pp=2,zero=2,sp=true,micro_batch=1", "chunks"): 0.036,
-    # Experts whose gradients are sent before those of the rest of their block.
-    ("dp_shard=2,tp=2,ep=4,etp=1,sp=true,recompute=mlp", "experts"): 0.041,
-    ("dp_shard=2,tp=2,ep=2,etp=1,sp=true", "wide heads"): 0.039,
-    ("dp_shard=2,tp=2,ep=4,etp=1,sp=true,recompute=products", "chunks"): 0.036,
+    # Not explained yet: keys and values that blocks on either side of a cut, or of the host, lend.
+    ("dp_shard=2,tp=2,pp=2,zero=2,sp=true,micro_batch=1", "shared keys"): 0.035,
+    ("pp=2,schedule=gpipe,micro_batch=1", "shared keys"): 0.035,
+    ("offload=activations", "shared keys"): 0.035,
 }
-"""Cells whose memory is predicted less well than BOUND, and how well: layout, and model or all of them."""
-
-
-def bound_of(name: str, layout: Layout) -> float:
-    return BEYOND.get((layout.line(), name), BEYOND.get((layout.line(), ""), BOUND))
+"""Cells whose memory is predicted less well than BOUND, and how well. One that no longer is has to go."""
 
 
 def has_predicted_flops(name: str, layout: Layout) -> bool:
@@ -227,15 +211,18 @@ def test_memory_in_half_precision_is_predicted_on_every_device(name, layout, dev
 def test_what_is_predicted_is_what_the_program_does(name, layout):
     model, job, sequences = MODELS[name], job_of(name, layout), 4 * layout.data_ranks
     spec = rank_spec(job, VOCAB, "cpu")
-    predicted, flops = step_memory(spec), 0.0
+    predicted, flops, worst = step_memory(spec), 0.0, 0.0
+    bound = BEYOND.get((layout.line(), name), BOUND)
     for rank in distinct_ranks(job):
         found = rehearse(job, rank, VOCAB, "cpu")
         expected = predicted[found.coordinates.get("pp", 0)]
         print(rank, f"{expected.allocated / found.peak - 1:+.1%}", expected, found.peak_bytes)
-        assert expected.allocated == pytest.approx(found.peak, rel=bound_of(name, layout))
+        assert expected.allocated == pytest.approx(found.peak, rel=bound)
+        worst = max(worst, abs(expected.allocated / found.peak - 1))
         if rank == 0:
             assert rank_traffic(job, spec) == found.traffic_bytes
         flops += sum(found.flops.values()) * layout.world / layout.pp
+    assert worst > BOUND or bound == BOUND, "BEYOND names a cell that needs no bound of its own"
     if has_predicted_flops(name, layout):
         chosen = name in ("chosen keys", "warm-up")
         formula = hardware_flops_per_step if layout.recompute == "mlp" or chosen else None

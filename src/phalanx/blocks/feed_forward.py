@@ -181,7 +181,8 @@ def experts(place: Place) -> Iterator[Operator]:
         if place.folds:
             reads = saved_input(place, "feed_forward", "moe.shared.up", "moe.shared.gate")
             # What is gathered again, the router has saved.
-            saved = SavedTensor("shared.up", 0 if place.regathers else model.d_model * reads, "gathered")
+            size = 0 if place.regathers else model.d_model * reads
+            saved = SavedTensor("shared.up", size, "gathered", repeated=up.repeated and model.norms_inputs)
             up = replace(up, saved=(saved,), messages=tuple(enter(place, regather=bool(reads))))
             down = down.sending(*leave(place, again=not model.lora.rank or needs_sum(model)))
         for part in (up, activation, down):

@@ -288,6 +288,8 @@ class Operator:
     messages: tuple[Message, ...] = ()
     workspace: float = 0.0
     """Bytes that its backward pass needs for a moment besides what blocks save, on this rank."""
+    detached: bool = False
+    """Whether its input gets no gradient, so that its weights' gradients are never deferred."""
 
     def product(self, tp: int, ep: int, *, folds: bool = False) -> Product | None:
         """Returns the product with all matrices that read the same input, as one; None if there is none. `folds`:

@@ -177,6 +177,7 @@ def _indexer(place: Place, gathered: float) -> Iterator[Operator]:
         linear_weights(f"{INDEX}wq", outputs, model.mla.q_rank or model.d_model, False, WHOLE),
         tokens,
         saved=(SavedTensor("index queries", outputs * width, "whole"),),
+        detached=True,
     )
     yield Operator(
         "index_k",
@@ -191,6 +192,7 @@ def _indexer(place: Place, gathered: float) -> Iterator[Operator]:
             SavedTensor("index norm", (size + heads) * width, "whole"),
             SavedTensor("index keys", size * width * gathered, "whole", across=True),
         ),
+        detached=True,
     )
     keys, chosen = model.seq_len / 2, min(keys_of_query(model, model.seq_len), model.seq_len / 2)  # on average
     # A score in fp32 is written, and read to choose; the chosen ones are computed again, and their gradients go back.

@@ -19,8 +19,9 @@ from phalanx.blocks.kinds import HALVES, BlockKind, block, half_block
 from phalanx.blocks.operator import Half, Operator, Place, SavedTensor, place_of
 from phalanx.blocks.residual import A, is_adapter, norm_backward, norm_saved, saved_input
 from phalanx.config.precision import SCALED
-from phalanx.cost.held import BlockParameters, LayerKind, block_parameters
+from phalanx.cost.held import BlockParameters, LayerKind, block_parameters, expert_ranks
 from phalanx.cost.spec import StepSpec
+from phalanx.cost.state_formulas import formulas_of
 from phalanx.partition.derived import Mode, gathers_parameters, slices_of, splits_backward
 
 
@@ -33,6 +34,8 @@ class Moment(NamedTuple):
     """Parameters whose gradients the operator at work has computed."""
     arrived: int
     """Parameters whose gradients the block has computed."""
+    experts: int = 0
+    """Whether the block's experts are still to come (0), at work (1), or done (2)."""
 
 
 class _Held(NamedTuple):
@@ -65,14 +68,17 @@ def backward_moments(place: Place, kind: LayerKind, *, splits: bool = False) -> 
     branch = place.hidden * scale / place.token_share if model.norms_outputs or model.dropout else 0.0
     live, found, last_half = -sum(each.kept for each in held), list[Moment](), ""
     waiting = arriving = 0.0  # gradients that wait for others of the same tensor, and those that come to an operator
-    arrived, adapted, both, rows = 0, 0, 0.0, 0.0
+    arrived, adapted, both, rows, experts = 0, 0, 0.0, 0.0, 0
     for number, (operator, half) in enumerate(operators):
         if half != last_half:
             waiting, last_half, arriving = arriving * model.parallel_block, half, whole + branch
+            if place.folds and kind.block.routed and half == "feed_forward":  # each rank's own rows
+                arriving = branch
             both = arriving if kind.block.routed and model.moe.n_shared and not place.folds else 0.0
         mine = [each for each in held if each.last >= number]
         here = live + waiting + sum(each.size if each.first <= number else each.kept for each in mine)
         own = sum(each.size_on(place.tp, place.ep_shard) for each in operator.weights if not each.frozen)
+        experts = 1 if operator.name.startswith("experts.") else 2 if experts else 0
         matrices = [each for each in operator.weights if each.is_matrix and not is_adapter(each.name)]
         if matrices:
             shapes = [each.shape_on(place.tp, place.ep_shard) for each in matrices]
@@ -80,11 +86,12 @@ def backward_moments(place: Place, kind: LayerKind, *, splits: bool = False) -> 
             if matrices[0].routed:
                 row *= shapes[0][0] * (place.profile.imbalance if place.ep > 1 else 1)
             outputs, inputs, done = row * sum(shape[-2] for shape in shapes), row * shapes[0][-1], 0
+            inputs *= not operator.detached
             if matrices[0].cut != "columns" or matrices[0].routed:
                 arriving = outputs
             elif operator.name == "shared.down" and place.folds:  # rows' gradients are sent back meanwhile
                 both = 2 * rows
-                waiting, here = waiting + both, here + both
+                waiting, here = waiting + both - branch, here + both - branch
                 arriving = whole + branch
             elif operator.name == "shared.down":
                 waiting += both
@@ -94,18 +101,18 @@ def backward_moments(place: Place, kind: LayerKind, *, splits: bool = False) -> 
             # Beside an adapter's gradient and their sum.
             for times, (weight, shape) in enumerate(zip(matrices, shapes, strict=True), 1 + adapted * (1 + splits)):
                 done += 0 if weight.frozen else weight.size_on(place.tp, place.ep_shard)
-                found.append(Moment(here + arriving + times * inputs, done, arrived + done))
+                found.append(Moment(here + arriving + times * inputs, done, arrived + done, experts))
                 arriving -= row * shape[-2] if len(shapes) > 1 else 0
-            if splits and not matrices[0].frozen:
+            if splits and not (matrices[0].frozen or operator.detached):
                 live += outputs + inputs
             arriving = inputs
         elif operator.name.endswith(".activation"):
             arriving *= 1 + model.gated
-            found.append(Moment(here + arriving * (1 + 1 / (1 + model.gated)), 0, arrived))
+            found.append(Moment(here + arriving * (1 + 1 / (1 + model.gated)), 0, arrived, experts))
         elif core := operator.core:
             each = core.heads * core.head + core.kv_heads * (core.head + core.value_head)
             inputs = core.sequences * core.queries * each * scale
-            found.append(Moment(here + max(operator.workspace, arriving + inputs), 0, arrived))
+            found.append(Moment(here + max(operator.workspace, arriving + inputs), 0, arrived, experts))
             arriving = inputs
         elif operator.name in ("combine", "dispatch"):
             rows = routed_rows(place) * (model.moe.latent or model.d_model) * scale / place.routed_share
@@ -113,14 +120,28 @@ def backward_moments(place: Place, kind: LayerKind, *, splits: bool = False) -> 
                 waiting -= both * place.folds
             else:
                 waiting += (arriving if model.moe.n_shared else 0.0) - both
-            found.append(Moment(here + rows + arriving, 0, arrived))
+            found.append(Moment(here + rows + arriving, 0, arrived, experts))
             arriving = rows
         elif operator.name.endswith("norm"):
             needed = tokens * norm_backward(place, model.d_model) / place.token_share
             needed -= sum(each.size for each in mine if each.first == each.last == number)
-            found.append(Moment(here + max(arriving, needed), own, arrived + own))
+            found.append(Moment(here + max(arriving, needed), own, arrived + own, experts))
         arrived, adapted = arrived + own, operator.name.endswith(A)
     return tuple(found)
+
+
+def _rows_return(place: Place, kind: BlockKind) -> Moment:
+    """Returns the moment of a repeated forward pass at which experts' outputs go back, beside what the block saves but
+    for what comes later: these in both orders, the rows that were sent, and the outputs of shared experts and
+    attention."""
+    rows = routed_rows(place) * (place.model.moe.latent or place.model.d_model) / place.routed_share
+    outputs = place.hidden / place.token_share * (1 + (place.model.moe.n_shared > 0))
+    later, shares = 0.0, _shares(place)
+    for operator in half_block(place, kind, "feed_forward")[::-1]:
+        if operator.name.startswith(("combine", "shared", "experts")):
+            break
+        later += place.tokens * sum(each.size / shares[each.cut] for each in operator.saved)
+    return Moment(((3 * rows + outputs) * place.width - later) / place.slices, 0, 0, 1)
 
 
 def _backward_order(place: Place, kind: BlockKind, half: Half) -> Sequence[Operator]:
@@ -229,7 +250,7 @@ def deferred(place: Place, kind: BlockKind) -> float:
 
 
 def _deferred(place: Place, operators: Iterable[Operator]) -> float:
-    products = (operator.product(place.tp, place.ep_shard) for operator in operators)
+    products = (each.product(place.tp, place.ep_shard) for each in operators if not each.detached)
     numbers = sum(each.m * each.number * (each.n + each.k) for each in products if each and not each.frozen)
     return numbers * place.width / place.tokens
 
@@ -254,6 +275,9 @@ class StepSizes:
         if spec.framework.attention == "unfused" and self.memory_profile.scores != "always":
             self.memory_profile = replace(self.memory_profile, scores="always")
         layout = spec.layout
+        self.formulas = formulas_of(spec, self.memory_profile)
+        self.waits = layout.accumulate == "sharded" or layout.dp_replicate > 1
+        """Whether ZeRO-3's reduce-scatter waits for another sum, and keeps no copy of what it sends."""
         self.tokens = spec.batch.micro_batch * spec.model.seq_len / layout.cp
         self.slices = slices_of(layout)
         self.splits = splits_backward(layout)
@@ -306,14 +330,49 @@ class BlockBytes:
         adds = step.spec.batch.accumulation > 1 and layout.accumulate == "local"
         batch = whole_place._replace(sequences=step.spec.batch.micro_batch, documents=step.spec.document_mask)
         moments = backward_moments(batch, kind, splits=step.splits)
+        if kind.recompute == "full" and kind.block.routed and layout.ep > 1:
+            moments += (_rows_return(batch, kind.block),)
         self.first = again + max(each.size + each.arrived * width for each in moments)
         """Bytes inside the block whose gradients are the first."""
         self.adding = again + max(each.size + each.own * width for each in moments)
         """Bytes inside the block where gradients are added to those of earlier micro-batches one by one."""
-        alone = again + max(each.size for each in moments)
-        inside = alone if not gathers_parameters(layout) else self.adding if adds else self.first
+        inside = again + max(each.size for each in moments)
+        self.opening, self.late = inside, 0.0
+        """As `backward`'s first number, if the block is the first in the backward pass; and bytes of its experts, less,
+        before that."""
+        if gathers_parameters(layout):
+            opening, after = self._experts_apart(adds)
+            self.late = opening[0]
+            self.opening, inside = (
+                again
+                + max(each.size + (each.own if adds else each.arrived) * width + one[each.experts] for each in moments)
+                for one in (opening, after)
+            )
         self.backward = inside, step.stream / step.share
         """Bytes of the backward pass besides what is kept: inside the block, and of its residual stream."""
+        self.ending = self.kept / step.slices + again + moments[-1].size + self.backward[1]
+        """Bytes when its backward pass ends, if no other block keeps any."""
+
+    def _experts_apart(self, adds: bool) -> tuple[tuple[float, float, float], ...]:
+        """Returns the bytes by which ZeRO-3's experts, which are gathered and sent on their own, differ from what is
+        counted with the rest of their block: before they are at work, meanwhile, and afterwards, where the block is the
+        first in the backward pass and where it is not. `adds`: gradients are not sent."""
+        step, layout, same = self.step, self.step.spec.layout, (0.0, 0.0, 0.0)
+        if layout.ep == 1 or step.memory_profile.gathers_matrices:
+            return same, same
+        ranks = expert_ranks(layout.shard_ranks, layout.ep_shard)
+        whole, trained = (n * step.spec.width for n in (self.parameters.experts, self.parameters.trained_experts))
+        if step.formulas.keeps_whole(layout.pp, reshard=layout.reshard):
+            whole = 0.0
+        # Experts of one rank are copied when they compute, and not counted; others are counted with their block. What
+        # is recomputed leaves them whole.
+        late, early = (0.0, whole) if ranks == 1 else (-whole, 0.0)
+        first = early if self.kind.recompute == "full" else late
+        # Their shard, and a collective's copy of them, which stays until those of the next block are sent.
+        copy = trained * (ranks > 1 and not step.waits)
+        there = 0.0 if adds else self.parameters.trained_experts / ranks * step.formulas.gradient + copy
+        others = early if ranks > 1 and layout.prefetch else first
+        return (first, early, late + there), (others, early, late + there - copy)
 
     def kept_of(self, slices: int) -> float:
         """Returns the bytes that the block keeps of the first slices of a micro-batch, as many as of sequences of these

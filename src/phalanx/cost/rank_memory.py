@@ -30,7 +30,7 @@ from phalanx.cost.held import (
 )
 from phalanx.cost.matrices import matrix_work
 from phalanx.cost.spec import StepSpec
-from phalanx.cost.state_formulas import Shards, StateBytes, formulas_of
+from phalanx.cost.state_formulas import Shards, StateBytes
 from phalanx.partition.derived import (
     flushes,
     gathers_parameters,
@@ -57,7 +57,6 @@ class StepParts(StepSizes):
         super().__init__(spec)
         layout = spec.layout
         self.cut, self.flights = placed(spec)
-        self.formulas = formulas_of(spec, self.memory_profile)
         self.data_ranks = layout.data_ranks * layout.cp
         """Ranks over which gradients are reduced."""
         self.recomputes = written(layout)
@@ -125,7 +124,7 @@ class RankParts:
         self.ends = gathered_outside(self.model, self.layout, self.first, self.last, tiled=self.layout.reshard)
         # Without a collective FSDP2 fetches a block when it computes.
         self.ahead = self.layout.prefetch if self.layout.shard_ranks > 1 else 0
-        trained = self.ends.block if self.units and not self.model.lora.rank else 0
+        trained = self.ends.block if self.units and not self.model.freezes else 0
         self.sent_last = self.formulas.sent_last(trained, step.spec.batch.accumulation, self.layout)
 
     def state(self) -> StateBytes:
@@ -269,13 +268,14 @@ class RankParts:
         before = [*held[-2::-1], None]
         for (block, many, _, leaves), later in zip(reversed(held), before, strict=True):
             inside, stream = block.backward
-            inside = block.adding if adds else block.first if alone else inside
+            inside = block.adding if adds else block.first if alone and not self.units else inside
             sharded, trained = self._gradients(block), block.parameters.trained_dense + block.parameters.trained_experts
             gained, reduced = 0 if gradients else sharded, trained * self.formulas.gradient - sharded if unsent else 0.0
             released = 0 if leaves else block.kept
             # Between them bytes grow or shrink evenly.
             for number in sorted({*range(min(many, 2)), *range(max(0, many - 1 - self.ahead), many)}):
-                here = inside + stream - given_up - number * released + max(0.0, arrived + number * gained - bucket)
+                here = block.opening if self.units and not first + number else inside
+                here += stream - given_up - number * released + max(0.0, arrived + number * gained - bucket)
                 here += head
                 here += block.kept * leaves
                 if number + 1 < many:
@@ -309,7 +309,7 @@ class RankParts:
         if not (blocks := self._blocks(self.runs[-1])):
             return 0.0, 0.0
         if self.memory_profile.saves_slopes:
-            whole = self._fetched(blocks, 0, 0)
+            whole = self._fetched(blocks, 0, 0) + blocks[0].late
             stays = self.formulas.keeps_whole(self.layout.pp, reshard=self.layout.reshard)
             return whole * stays, whole
         # Programs with another loss were measured with the last block, and with its gradients.
@@ -320,10 +320,9 @@ class RankParts:
         """Returns the bytes of a ZeRO-3 block's gradients on the way."""
         if not self.units:
             return 0.0
-        waits = self.layout.accumulate == "sharded" or self.layout.dp_replicate > 1
-        held = self.units[block.kind.block]
+        waits, held = self.step.waits, self.units[block.kind.block]
         found = self.formulas.passing(held, waits=waits)
-        if self.layout.ep > 1 and not waits:  # experts' are sent before, on their own: their copy has gone
+        if self.layout.ep > 1 and not waits:  # experts' are sent before, on their own: only a collective's copy is left
             found -= self.deals_out * block.parameters.trained_experts * self.width
         if self.formulas.offloads and self.layout.pp == 1:  # with its shard, which leaves with the next one
             found += held.trained / self.layout.shard_ranks * self.formulas.gradient
@@ -572,7 +571,8 @@ def _fullest(step: StepParts, flight: Flight) -> RankMemory:
         ("backward", early, kept + again, rank.waiting_logits(further=0) + summed, moving + whole),
         ("loss", early, kept + hidden, logits + waiting, forward + rank.between),
     ]
-    moments.append(("backward", state.sent, 0.0, 0.0, 0.0))
+    ending = rank.runs[0][0].block.ending if rank.runs[0] else 0.0
+    moments.append(("backward", state.sent, ending * (state.sent > 0), 0.0, 0.0))
     if rank.last and rank.model.mtp:  # their backward pass comes before that of the main loss, whose logits are there
         again, moving = rank.backward(stays or state.unsent > 0, unsent=unsent, modules=True)
         moments.append(("backward", early, kept + again, waiting + summed, moving + whole))

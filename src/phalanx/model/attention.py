@@ -409,7 +409,9 @@ class CoreAttention(nn.Module):
     def _each_chunk(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
         """Computes the same as if chunks were sequences. What fills the last one up lies behind all queries."""
         seq, size = q.shape[2], self.chunks
-        chunks = [F.pad(x, (0, 0, 0, -seq % size)).unflatten(2, (-1, size)) for x in (q, k, v)]
+        if more := -seq % size:  # padding by nothing would copy
+            q, k, v = (F.pad(x, (0, 0, 0, more)) for x in (q, k, v))
+        chunks = [x.unflatten(2, (-1, size)) for x in (q, k, v)]
         q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in chunks)
         o = CoreAttention.attend(self, q, k, v, None, None, sinks)  # no context ranks exchange anything here
         return o.unflatten(0, (-1, chunks[0].shape[2])).transpose(1, 2).flatten(2, 3)[:, :, :seq]

@@ -33,7 +33,7 @@ from phalanx.cost.state_formulas import StateBytes
 from phalanx.cost.step_state import clip_bytes, summing_seconds, update_seconds
 from phalanx.partition.derived import is_offloaded, slices_of, splits_backward
 from phalanx.plan.space import RECOMPUTE, STATES, PlanRequest, Rows, Scheduled, Space
-from phalanx.plan.tables import Floats, Pipelines, RankContents, Tables, line
+from phalanx.plan.tables import EP, Floats, Pipelines, RankContents, Tables, line
 from phalanx.schedule import catalogue
 from phalanx.schedule.catalogue import SCHEDULES, chunks_of
 
@@ -97,6 +97,10 @@ class StepBytes:
         self.kinds = {kind: self.tables.activations(kind, group.mode, group.inner) for kind in group.kinds}
         self.loss = self.tables.loss(group.inner)
         self.activations = self._activations(np.zeros(len(group.shares)))
+        endings = [np.minimum.reduce([self.kinds[kind][..., 4] for kind, _ in one.blocks]) for one in group.shares]
+        self.ending: Floats = np.stack(endings) / slices_of(
+            _pipeline(self.tables.space.base, group.pp, group.scheduled.schedule)
+        )
         self.states: dict[tuple[int, str], StateBytes] = {}
         self.whole: dict[bool, tuple[Floats, Floats]] = {}
 
@@ -113,10 +117,11 @@ class StepBytes:
         """Returns the bytes of the fullest rank. Of ranks with the same contents the first has the most in flight."""
         zero, reshard, accumulate = STATES[state]
         found = self._state(zero, accumulate)
+        found = found._replace(sent=found.sent + (np.asarray(found.sent) > 0) * self.ending)
         whole, activations = 0.0, self.activations
         if zero == 3 and not self.formulas.profile.gathers_matrices:
             whole, activations = self._whole(reshard)
-            if not self.tables.request.model.lora.rank:
+            if not self.tables.request.model.freezes:
                 layout = replace(self.tables.space.base, pp=self.pp, accumulate=accumulate)
                 sent = self.formulas.sent_last(self._outside(reshard), self.m, layout)
                 whole = whole + sent * self.group.shared
@@ -145,7 +150,8 @@ class StepBytes:
         whole that is gathered again, in the backward pass at least one."""
         if reshard not in self.whole:
             group, tables, every = self.group, self.tables, self.formulas.keeps_whole(self.pp, reshard=reshard)
-            shared = group.ranks[1] > 1  # experts that no other rank has are not gathered
+            # Experts that no other rank has are not gathered, and with ep none before they compute.
+            shared = (group.ranks[1] > 1) & (every or tables.inner[group.inner, EP] == 1)
             sizes = dict[BlockKind, Floats]()
             for kind in self.kinds:
                 options = (tables.gathered(kind, group.inner, shared=each, tiled=reshard) for each in (True, False))

@@ -195,13 +195,13 @@ class Tables:
 
     def activations(self, block: BlockKind, modes: int | slice, inner: NDArray[Any]) -> Floats:
         """Returns bytes for recomputations, given by number, and inner combinations: those that a block saves per
-        micro-batch, those that its backward pass needs besides, messages in flight between stages, and what a block
-        saves for its weight gradients alone. All are of whole sequences."""
+        micro-batch, those that its backward pass needs besides, messages in flight between stages, what a block saves
+        for its weight gradients alone, and what is there when its backward pass ends. All are of whole sequences."""
 
-        def ask(spec: StepSpec) -> list[tuple[float, float, float, float]]:
+        def ask(spec: StepSpec) -> list[tuple[float, ...]]:
             step = StepSizes(spec)
             found = [BlockBytes(step, LayerKind(block, mode)) for mode in RECOMPUTE]
-            return [(one.kept, sum(one.backward), step.under_way, one.deferred) for one in found]
+            return [(one.kept, sum(one.backward), step.under_way, one.deferred, one.ending) for one in found]
 
         if block not in self._activations:
             on = (TP, SP, CP, ULYSSES, EP, ETP) if block.routed else (TP, SP, CP, ULYSSES)
