@@ -616,3 +616,20 @@ def _joined(equations: Sequence[str]) -> str:
     if len(stems) > 1 and all(stem + _NO_INTEGER == each for stem, each in zip(stems, equations, strict=True)):
         return " and ".join(stems) + " are not integers"
     return ", and ".join(equations)
+
+
+def require_cut(model: ModelConfig, tp: int, pp: int) -> None:
+    """Raises JobError, with everything that is in the way, unless tp × pp ranks can share a model that only computes
+    forward."""
+    problems = []
+    if not 1 <= pp <= model.n_layers:
+        problems.append(
+            f"1 ≤ pp {pp} ≤ n_layers {model.n_layers} does not hold: each rank of a pipeline has at least one layer; "
+            f"nearest legal: pp {min(max(pp, 1), model.n_layers)}"
+        )
+    if tp < 1:
+        problems.append(f"tp {tp}: at least 1")
+    else:
+        problems += [message for _, message in tensor_problems(Job(model=model, layout=Layout(tp=tp)))]
+    if problems:
+        raise JobError(problems)

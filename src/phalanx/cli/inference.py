@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from phalanx.check.layout import require_cut
+from phalanx.check.job import require_cut
 from phalanx.checkpoint.manifest import job_of
 from phalanx.cli.rank import run_on_ranks
 from phalanx.cli.verb import Verb, command_of, flag_of

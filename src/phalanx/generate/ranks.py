@@ -16,13 +16,8 @@ from pathlib import Path
 import torch
 from torch._C._distributed_c10d import Store  # torch.distributed.Store, to the type stubs
 
-<<<<<<< HEAD
-from phalanx.axes.catalogue import tensor_problems
-from phalanx.checkpoint.manifest import Manifest, job_of
-=======
-from phalanx.check.layout import require_cut
+from phalanx.check.job import require_cut
 from phalanx.checkpoint.manifest import job_of
->>>>>>> launch41
 from phalanx.comm.agree import broadcast_json
 from phalanx.config.job import RunOptions
 from phalanx.config.layout import Layout
