@@ -139,6 +139,7 @@ def rank_spec(job: Job, vocab: int, device: str = "") -> StepSpec:
     if device:
         job = replace(job, cluster=replace(job.cluster, device=device))
     precision = job.train.precision
+    assert precision != "auto", "loading a job chooses one (check/load.py)"
     divisor = job.model.logit_divisor * job.train.grpo.temperature
     model = replace(job.model, vocab_size=vocab, logit_divisor=divisor)
     cluster = with_processes(job.cluster, job.cluster.devices_per_node or job.layout.world)
