@@ -14,7 +14,7 @@ from phalanx.config.job import Job
 from phalanx.config.layout import Layout
 from phalanx.config.presets import PRESETS
 from phalanx.errors import JobError
-from phalanx.techniques import precision
+from phalanx.techniques import catalogue as techniques
 
 
 def load(tmp_path, text="", argv=()):
@@ -352,7 +352,7 @@ def test_a_size_that_cannot_be_read_is_one_problem(tmp_path):
 
 
 def test_auto_precision_follows_the_devices(tmp_path, monkeypatch):
-    monkeypatch.setattr(precision.clusters, "default_path", lambda: tmp_path / "local.yaml")
+    monkeypatch.setattr(techniques.clusters, "default_path", lambda: tmp_path / "local.yaml")
     figures = ("name=epyc", "fp32_tflops=0.2", "bandwidth_gbs=20", "memory_gib=8")
     rates = ["cluster.device=cpu", *(f"cluster.accelerator.{figure}" for figure in figures)]
     loaded = load(tmp_path, "train: {precision: auto}\n", [*rates, "cluster.accelerator.bf16_tflops=0.4"])
@@ -362,7 +362,7 @@ def test_auto_precision_follows_the_devices(tmp_path, monkeypatch):
     assert loaded.origins["train.precision"].endswith(f"job.yaml:1 (auto: {why.partition(': ')[2]})")
     loaded = load(tmp_path, "train: {precision: auto}\n", [*rates, "cluster.accelerator.bf16_tflops=0.22"])
     assert loaded.job.train.precision == "fp32"
-    monkeypatch.setattr(precision, "BF16_INSTRUCTIONS", ())
+    monkeypatch.setattr(techniques, "BF16_INSTRUCTIONS", ())
     loaded = load(tmp_path, "train: {precision: auto}\n", ["cluster.device=cpu"])
     assert loaded.job.train.precision == "fp32"
     assert from_dict(as_dict(loaded.job), "run").train.precision == "fp32"

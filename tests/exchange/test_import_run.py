@@ -24,7 +24,8 @@ from phalanx.errors import CheckpointError, DataError, JobError, PhalanxError, R
 from phalanx.exchange import folder as hub
 from phalanx.exchange import import_run
 from phalanx.exchange.import_run import import_folder
-from phalanx.generate.load import find, load_run
+from phalanx.generate.load import load_run
+from phalanx.train.run_directory import RunDirectory
 
 # Imports of Hugging Face folders: the parameters bit for bit, and one message for everything that does not fit.
 
@@ -56,7 +57,7 @@ def test_an_imported_run_has_the_same_parameters(folder: Path, out: Path, files:
     assert done.notes == (
         f"the embedding has {VOCABULARY - done.tokens} rows more than the tokenizer's {done.tokens} tokens: padding",
     )
-    manifest = find(out)
+    manifest = RunDirectory(out).checkpoint()
     assert not damage(manifest.path, lambda _: None)
     with Reader(manifest) as reader:
         for name, parameter in model.named_parameters():
@@ -89,7 +90,7 @@ def test_only_the_files_of_the_index_are_read(folder: Path, out: Path):
 def test_weights_are_converted(folder: Path, out: Path, precision: str, stored: str):
     write_folder(folder)
     assert import_folder([folder], out, precision=precision).precision == precision
-    manifest = find(out)
+    manifest = RunDirectory(out).checkpoint()
     assert {tensor.dtype for tensor in manifest.tensors.values()} == {stored}
     assert job_of(manifest).train.precision == precision
 
@@ -107,7 +108,7 @@ def test_each_tensor_keeps_its_type(folder: Path, out: Path):
     tensors = load_file(folder / "model.safetensors")
     write_tensors(folder, {name: t.float() if "norm" in name else t.bfloat16() for name, t in tensors.items()})
     assert import_folder([folder], out).precision == "bf16"
-    types = {name: tensor.dtype for name, tensor in find(out).tensors.items()}
+    types = {name: tensor.dtype for name, tensor in RunDirectory(out).checkpoint().tensors.items()}
     assert types["final_norm.weight"] == "F32"
     assert types["head.weight"] == "BF16"
 
@@ -240,7 +241,7 @@ def test_an_imported_run_does_not_resume(folder: Path, out: Path):
     write_folder(folder)
     import_folder([folder], out)
     with pytest.raises(PhalanxError, match=f"model.from={out} and another run.name"):
-        require_resumable(find(out))
+        require_resumable(RunDirectory(out).checkpoint())
 
 
 def test_the_command(folder: Path, out: Path, capsys: pytest.CaptureFixture[str]):

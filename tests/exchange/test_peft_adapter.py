@@ -24,7 +24,7 @@ from phalanx.config.presets import PRESETS
 from phalanx.data.tokenizer import train_bpe
 from phalanx.errors import CheckpointError, JobError
 from phalanx.exchange.import_run import import_folder
-from phalanx.generate.load import find
+from phalanx.train.run_directory import RunDirectory
 from phalanx.train.start import open_start
 
 GPT2 = small_model(PRESETS["gpt2"], COUNTERPARTS["gpt2"].small)
@@ -70,7 +70,7 @@ def merge(home: Path, paths: list[Path] | None = None, **options: Any) -> dict[s
     """Imports the adapter. Returns the run's parameters."""
     run = home / "runs" / f"run{len(list((home / 'runs').iterdir()))}"
     import_folder(paths or [home / "adapter"], run, **options)
-    with Reader(find(run)) as reader:
+    with Reader(RunDirectory(run).checkpoint()) as reader:
         return {name: reader.read(name).clone() for name in reader.names()}
 
 

@@ -18,8 +18,9 @@ from phalanx.config.model import ModelConfig
 from phalanx.config.presets import CATALOGUE, PRESETS
 from phalanx.exchange.hugging_face import WEIGHTS
 from phalanx.exchange.import_run import import_folder
-from phalanx.generate.load import empty_model, fill, find
+from phalanx.generate.load import empty_model, fill
 from phalanx.model.transformer import Transformer
+from phalanx.train.run_directory import RunDirectory
 from phalanx.verify.exchange import InFloat64
 
 pytest.importorskip("transformers", minversion="5.0", reason="needs transformers 5 (pip install transformers)")
@@ -91,7 +92,7 @@ def imported(folder: Path) -> Transformer:
     done = import_folder([folder / "theirs"], folder / "ours")
     assert done.precision == "fp64"
     assert done.notes[-1].startswith("no tokenizer.json")
-    manifest = find(folder / "ours")
+    manifest = RunDirectory(folder / "ours").checkpoint()
     model = empty_model(manifest)
     fill(model, manifest, torch.device("cpu"))
     return model
