@@ -162,7 +162,9 @@ def test_gradients_in_bf16_give_what_their_copies_in_fp32_give(name):
         assert torch.equal(shard.value, narrow.masters[shard.name].bfloat16())
 
 
-@pytest.mark.parametrize(("name", "dtype"), zip(CONFIGS, [torch.bfloat16, torch.float32, torch.float64], strict=True))
+@pytest.mark.parametrize(
+    ("name", "dtype"), list(zip(CONFIGS, [torch.bfloat16, torch.float32, torch.float64], strict=True))
+)
 def test_the_formula_that_is_compiled_is_that_of_chunks(monkeypatch, name, dtype):
     chunked, whole = optimizer_of(CONFIGS[name], dtype), optimizer_of(CONFIGS[name], dtype)
     torch._dynamo.reset()
