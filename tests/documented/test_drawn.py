@@ -33,6 +33,7 @@ VARYING = {"plan-space.svg": "the planner simulates as many layouts as it can in
 SCREENSHOTS = {
     "report.png": "a browser's picture of a measured run's page; tests/report compares the page",
     "report-compare.png": "the same of two runs",
+    "coalesced.svg": "rates of the processor that measured them",
     "grpo.svg": "the curve of a run of minutes; tests/report compares such curves",
 }
 """Pictures that no test makes again, with the reason."""

@@ -241,7 +241,7 @@ def disturbed(ranks, job, disturb, stop_at=0):
     the error that ends the run, with its class, and the warnings."""
     stop, warnings = StopRequest(), []
     trainer = loop.Trainer(job, ranks, torch.device("cpu"), stop)
-    requests, write, trainer.over = trainer.requests, shard_file.write, threading.Event()
+    requests, write, trainer.test_over = trainer.requests, shard_file.write, threading.Event()
 
     def asked():
         if trainer.state.step == stop_at - 1:
@@ -265,7 +265,7 @@ def disturbed(ranks, job, disturb, stop_at=0):
         return f"{type(error).__name__}: {error}", warnings
     finally:
         shard_file.write = write
-        trainer.over.set()
+        trainer.test_over.set()
         os.environ.pop(GENERATION, None)
         logging.getLogger("phalanx").removeHandler(handler)
     return "", warnings
@@ -371,7 +371,7 @@ def hang(trainer, rank, step):
     if step == 4:
         until(lambda: trainer.saving.writer.order.step == 4)
         trainer.saving.writer.order = dataclasses.replace(trainer.saving.writer.order, timeout_s=0.1)
-        trainer.over.wait()
+        trainer.test_over.wait()
 
 
 def test_storage_that_hangs_is_named_and_does_not_keep_the_run(ranks, background, root):

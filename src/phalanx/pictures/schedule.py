@@ -9,15 +9,17 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 from functools import cache
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from phalanx.echo import echo
 from phalanx.pictures.elements import COLOURS, END, NEUTRAL, SMALL, box, document, fill_of, heading, rule, text, ticks
 from phalanx.schedule.check import in_flight
 from phalanx.schedule.schedule import Action, Schedule
 from phalanx.schedule.timing import Timing
-from phalanx.simulate.slices import SliceCut
 from phalanx.units import counted, duration
+
+if TYPE_CHECKING:  # which needs numpy
+    from phalanx.simulate.slices import SliceCut
 
 _KINDS = {
     "F": (COLOURS[0], "forward pass"),
