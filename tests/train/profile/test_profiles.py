@@ -105,11 +105,11 @@ def test_a_profile_changes_no_loss_and_shows_every_part(ranks, job):
 
 
 def test_a_pipeline_shows_its_bubble_and_its_messages(ranks, job):
-    # The second stage has one layer of eight, so that it always waits for the first.
+    # The second stage has one layer of 24, so that it always waits for the first.
     job = dataclasses.replace(
         job,
-        model=dataclasses.replace(job.model, n_layers=8),
-        layout=Layout(pp=2, pp_cut="7+1", schedule="1f1b", micro_batch=3, recompute="full"),
+        model=dataclasses.replace(job.model, n_layers=24),
+        layout=Layout(pp=2, pp_cut="23+1", schedule="1f1b", micro_batch=3, recompute="full"),
     )
     job = profiled(job, steps=(2, 3), ranks=(1,))
     ranks(train, 2, job)
