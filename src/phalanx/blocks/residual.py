@@ -403,19 +403,17 @@ def layer_input(place: Place) -> Iterator[Operator]:
         "layer embedding",
         frozen(model, (table,)),
         memory_bound=(MemoryBound("layer embedding", 3 * place.tokens * size, 3 * place.tokens * size, 3),),
-        # Of the projection of the model's embedding, its own part, and what the norm of that reads.
-        saved=(SavedTensor("layer embedding", size * width + norm_saved(place, size), "tokens", beyond=True),),
         messages=tuple(messages),
     )
     gate = Weight("layer_input.gate.weight", (size, model.d_model))
     out = Weight("layer_input.out.weight", (model.d_model, size), initial="residual")
-    read = model.d_model * saved_input(place, "feed_forward")
-    inner = SavedTensor("layer product", 3 * size * width, "tokens", cheap=2 * size * width)
+    read = saved_input(place, "feed_forward")
+    inner = SavedTensor("layer product", (3 * width + read) * size, "tokens", cheap=2 * size * width)
     yield Operator(
         *("layer gate", frozen(model, (gate,)), tokens),
         sixteen=True,
         memory_bound=(MemoryBound("layer product", 5 * own, 8 * own, 3, cheap=True),),
-        saved=(SavedTensor("layer gate", read, "tokens"), inner),
+        saved=(SavedTensor("layer gate", model.d_model * read, "tokens"), inner),
     )
     normed = norm_saved(place, model.d_model)
     yield Operator(
@@ -430,11 +428,13 @@ def layer_input(place: Place) -> Iterator[Operator]:
 
 
 def layer_projection(place: Place) -> Operator:
-    """Returns the projection of the embedding for the tables of all layers, and its norm."""
+    """Returns the projection of the embedding for the tables of all layers, and its norm, which saves what it reads."""
     model, own = place.model, place.tokens // place.token_share * place.model.n_layers * place.model.layer_embedding
+    normed = 0 if model.freezes else model.n_layers * norm_saved(place, model.layer_embedding)
+    saved = (SavedTensor("layer inputs", normed, "tokens"),)
     work = MemoryBound("layer inputs", 4 * own, 5 * own, 1 + norm_kernels(model))
     rows = place.tokens // place.token_share
-    return Operator("layer inputs", layer_projection_weights(model), rows, sixteen=True, memory_bound=(work,))
+    return Operator("layer inputs", layer_projection_weights(model), rows, True, memory_bound=(work,), saved=saved)
 
 
 def layer_projection_weights(model: ModelConfig) -> tuple[Weight, ...]:

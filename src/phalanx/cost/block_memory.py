@@ -15,9 +15,9 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from phalanx.blocks.feed_forward import hidden_bytes, routed_rows
-from phalanx.blocks.kinds import HALVES, BlockKind, block, half_block
+from phalanx.blocks.kinds import ATTENTION, HALVES, BlockKind, block, half_block
 from phalanx.blocks.operator import Half, Operator, Place, SavedTensor, place_of
-from phalanx.blocks.residual import A, is_adapter, norm_backward, norm_saved, saved_input
+from phalanx.blocks.residual import A, is_adapter, layer_projection, norm_backward, norm_saved, saved_input
 from phalanx.config.precision import SCALED
 from phalanx.cost.held import BlockParameters, LayerKind, block_parameters, expert_ranks
 from phalanx.cost.spec import StepSpec
@@ -87,6 +87,8 @@ def backward_moments(place: Place, kind: LayerKind, *, splits: bool = False) -> 
                 row *= shapes[0][0] * (place.profile.imbalance if place.ep > 1 else 1)
             outputs, inputs, done = row * sum(shape[-2] for shape in shapes), row * shapes[0][-1], 0
             inputs *= not operator.detached
+            if operator.name == "layer embedding":  # the gradient of its part is as large as of those of all layers
+                here += _projected(place) * scale
             if matrices[0].cut != "columns" or matrices[0].routed:
                 arriving = outputs
             elif operator.name == "shared.down" and place.folds:  # rows' gradients are sent back meanwhile
@@ -128,6 +130,13 @@ def backward_moments(place: Place, kind: LayerKind, *, splits: bool = False) -> 
             found.append(Moment(here + max(arriving, needed), own, arrived + own, experts))
         arrived, adapted = arrived + own, operator.name.endswith(A)
     return tuple(found)
+
+
+def _projected(place: Place) -> float:
+    """Returns the numbers of the projections of the embedding for all layers; 0 if they have no gradient."""
+    if place.model.freezes:
+        return 0.0
+    return place.tokens / place.token_share * place.model.n_layers * place.model.layer_embedding
 
 
 def _rows_return(place: Place, kind: BlockKind) -> Moment:
@@ -291,6 +300,13 @@ class StepSizes:
         """Bytes that the final norm and the head save."""
         self.final_norm = self.pass_tokens * norm_backward(place, spec.model.d_model) / self.share
         """Bytes in the backward pass of the final norm, with its input."""
+        beside = self.stream * (spec.model.stream_width / spec.model.d_model - 1) / self.share
+        self.beside = beside * self.slices
+        """Bytes of the projections of the embedding for all layers, of a micro-batch."""
+        self.beside_saved = self.tokens * layer_projection(place).saved[0].size / self.share if beside else 0.0
+        """Bytes that these save on the first stage."""
+        self.beside_gradient = 0.0 if spec.model.freezes else beside
+        """Bytes of their gradient, from the backward pass of a stage's last block on."""
         self.under_way = TRANSIT * self.stream * spec.model.stream_width / spec.model.d_model / self.share
         """Bytes of messages between a stage and a neighbour on another rank."""
         # In place of an input that is gathered again, a parallel block has the gradient of the feed-forward layer's
@@ -324,6 +340,11 @@ class BlockBytes:
         )
         self.kept, whole = step.tokens * sum(parts), step.tokens * sum(every)
         self.step, self.kind, self.place = step, kind, place
+        borrows = "shared_keys" in ATTENTION[kind.block.attention].needs
+        cores = (each.core for each in block(place, kind.block) if each.core and borrows)
+        numbers = sum(each.sequences * each.queries * each.kv_heads * (each.head + each.value_head) for each in cores)
+        self.borrowed = step.tokens / place.tokens * numbers * width
+        """Bytes of keys and values of an earlier layer, of which it adds up a gradient."""
         self.deferred = step.tokens * deferred(place_of(model, layout, width=width), kind.block)
         """Bytes that wait for the weights' gradients where these are put off."""
         again = 0.0 if kind.recompute in ("products", "mlp") else max(0.0, whole - self.kept) / step.slices
@@ -400,3 +421,8 @@ class BlockRun(NamedTuple):
     recompute: Mode
     leaves: bool
     """Whether their activations wait on the host."""
+
+    @property
+    def moved(self) -> float:
+        """Bytes of one of the blocks that wait on the host: also its own copy of keys and values that it borrows."""
+        return (self.block.kept + self.block.borrowed) * self.leaves

@@ -207,16 +207,35 @@ class RankParts:
     @cached_property
     def _kept(self) -> list[float]:
         """The bytes that each stage keeps on the device per micro-batch in flight."""
-        sizes = [sum(run.many * run.block.kept for run in runs if not run.leaves) for runs in self.runs]
+        sizes = [
+            sum(run.many * run.block.kept for run in runs if not run.leaves) + self._beside(runs, stage)
+            for runs, stage in zip(self.runs, self.flight.held, strict=True)
+        ]
         if self.memory_profile.keeps_boundaries and self.layout.pp > 1:
             last, message = self.flight.stages - 1, self.step.stream / self.step.share
             ends = [(stage > 0) + (stage < last) for stage in self.flight.held]
             sizes = [size + many * message for size, many in zip(sizes, ends, strict=True)]
         return sizes
 
+    def _beside(self, runs: Sequence[BlockRun], stage: int) -> float:
+        """Returns the bytes that a stage keeps on the device per micro-batch and that belong to no block of `runs`: of
+        the projections of the embedding for all layers, what the first stage saves, and what comes with a later stage's
+        input; and keys and values that blocks here have borrowed from one on the host."""
+        step = self.step
+        away = {run.block.kind.block.window for run in runs if run.leaves and run.block.kind.block.lends}
+        readers = (run.block for run in runs if not run.leaves)
+        found = sum(
+            {each.kind.block.window: each.borrowed for each in readers if each.kind.block.window in away}.values()
+        )
+        leaves = bool(runs) and runs[0].leaves
+        if stage:
+            return found + step.beside * (not leaves)
+        found += step.beside_saved + step.beside * any(run.recompute == "full" for run in runs)
+        return found + leaves * (step.beside_saved > 0) * step.stream * step.slices / step.share
+
     def activations_beside(self) -> float:
         """Returns the most bytes of activations in host memory."""
-        moved = [sum(run.many * run.block.kept for run in runs if run.leaves) for runs in self.runs]
+        moved = [sum(run.many * run.moved for run in runs) for runs in self.runs]
         return max(sum(map(mul, peak, moved)) for peak in self.flight.unread or self.flight.most)
 
     def backward(self, gradients: bool, *, unsent: bool = False, modules: bool = False) -> tuple[float, float]:
@@ -226,7 +245,7 @@ class RankParts:
         counted already, also those of ZeRO-3 that are `unsent`. `modules`: of modules for further tokens alone."""
         found = (self._backward(runs, gradients, unsent=unsent, modules=modules) for runs in self.runs)
         inside, fetched = max(found, key=sum)
-        return inside - self.step.gathered, self.step.gathered + self.between + fetched
+        return inside + self.step.beside_gradient - self.step.gathered, self.step.gathered + self.between + fetched
 
     def _backward(
         self, held: Sequence[BlockRun], gradients: bool, *, unsent: bool, modules: bool
@@ -252,7 +271,7 @@ class RankParts:
             grown = [
                 run.block.deferred - (0 if run.leaves else run.block.kept) for run in held for _ in range(run.many)
             ]
-            moved = max((run.block.kept for run in held if run.leaves), default=0.0)
+            moved = max((run.moved for run in held), default=0.0)
             moved += self._deferred_head() if self.last and held is self.runs[-1] else 0.0
             return inside + max(0.0, sum(grown[1:])) + moved, max(map(moving, range(len(blocks))))
         adds = gradients and not self.memory_profile.gradients_stay and not gathers_parameters(self.layout)
@@ -265,28 +284,30 @@ class RankParts:
                 arrived = 0.0 if self.formulas.offloads and self.layout.pp == 1 else self.head_gradient()
             elif self.model.tied and self.first and not self.model.freezes and (unsent or not self.units):
                 head = table(self.model, self.layout.tp) * self.width  # waits for that of the embedding
-        before = [*held[-2::-1], None]
-        for (block, many, _, leaves), later in zip(reversed(held), before, strict=True):
+        before, borrowed = [*held[-2::-1], None], dict[int, float]()
+        for run, later in zip(reversed(held), before, strict=True):
+            block, many, window = run.block, run.many, run.block.kind.block.window
             inside, stream = block.backward
             inside = block.adding if adds else block.first if alone and not self.units else inside
             sharded, trained = self._gradients(block), block.parameters.trained_dense + block.parameters.trained_experts
             gained, reduced = 0 if gradients else sharded, trained * self.formulas.gradient - sharded if unsent else 0.0
-            released = 0 if leaves else block.kept
+            released = 0 if run.leaves else block.kept
             # Between them bytes grow or shrink evenly.
             for number in sorted({*range(min(many, 2)), *range(max(0, many - 1 - self.ahead), many)}):
                 here = block.opening if self.units and not first + number else inside
                 here += stream - given_up - number * released + max(0.0, arrived + number * gained - bucket)
-                here += head
-                here += block.kept * leaves
-                if number + 1 < many:
-                    here += block.kept * leaves
-                elif later and later.leaves:
-                    here += later.block.kept
+                # Gradients of keys and values wait for the block that has lent them.
+                here += head + sum((borrowed | ({window: block.borrowed} if number else {})).values())
+                here += run.moved + (run.moved if number + 1 < many else later.moved if later else 0.0)
                 if block.kind.block.predicts or not modules:
                     whole = moving(first + number, sent + number * reduced) if self.units else 0.0
                     most = max(most, (here, whole), key=sum)
             given_up, arrived, sent = given_up + many * released, arrived + many * gained, sent + many * reduced
             first += many
+            if block.borrowed:
+                borrowed[window] = block.borrowed
+            elif block.kind.block.lends:
+                borrowed.pop(window, None)
         return most
 
     def _blocks(self, held: Sequence[BlockRun]) -> list[BlockBytes]:
