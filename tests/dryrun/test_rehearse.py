@@ -166,6 +166,14 @@ def test_remembered_results_are_those_of_torch(monkeypatch):
     assert {**first, "seconds": 0} == {**again, "seconds": 0} == {**torchs, "seconds": 0}
 
 
+def test_parameters_that_are_whole_for_a_moment_are_communication():
+    found = rehearse(Job(model=LLAMA, layout=Layout(dp_shard=2), train=Train(global_batch=8)), 0, VOCAB, "cpu")
+    whole = [each for each in found.by_operator if each["operator"] == "empty"]
+    assert {each["part"] for each in whole} == {"communication"}
+    outside = (2 * VOCAB + 1) * LLAMA.d_model  # embedding, head, and the norm before it
+    assert sum(each["bytes"] for each in whole) > 4 * outside
+
+
 def test_any_number_of_ranks_costs_one():
     layout = Layout(dp_replicate=1024, dp_shard=16, tp=4, pp=2, zero=2, micro_batch=1)
     job = replace(job_of(LLAMA, layout), train=Train(global_batch=2 * layout.data_ranks))

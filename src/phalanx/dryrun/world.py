@@ -256,6 +256,8 @@ class DryWorld(TorchDispatchMode):
             return args[0].device
         kwargs = dict(kwargs) if kwargs else {}
         kwargs.pop("pin_memory", None)
+        if func.namespace == "fsdp":  # whole parameters, and gradients in the form in which they are sent
+            self.mark("communication", _tensors(kwargs.get("out")))
         device = kwargs.get("device")
         key, given = described(func, args, kwargs)
         if (device.type == "meta" if device is not None else given and key is None) and all(
