@@ -75,7 +75,7 @@ MODELS = {
         LLAMA,
         shared_keys=1,
         double_mlp=True,
-        layer_embedding=32,
+        layer_embedding=96,
         qk_norm="head",
         v_norm=True,
         norm_place="both",

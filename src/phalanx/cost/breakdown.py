@@ -19,6 +19,7 @@ from phalanx.units import counted, gib
 _BAR = 40  # characters of all bars of a breakdown together
 MOMENTS = {
     "loss": "at the loss",
+    "forward": "in the forward pass",
     "backward": "in the backward pass",
     "optimizer": "in the optimizer step",
     "generation": "while completions are generated",

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from phalanx.blocks.kinds import BlockKind
 from phalanx.config.cluster import Cluster
-from phalanx.cost.block_memory import BlockBytes, BlockRun, StepSizes
+from phalanx.cost.block_memory import TRANSIT, BlockBytes, BlockRun, StepSizes
 from phalanx.cost.compression import compression_bytes
 from phalanx.cost.exposed import larger
 from phalanx.cost.generation import generation_bytes
@@ -102,8 +102,8 @@ class RankParts:
         self.runs = [self._runs(held, stage) for held, stage in zip(self.blocks, flight.held, strict=True)]
         self.first, self.last = 0 in flight.held, flight.stages - 1 in flight.held
         receives = any(stage and stage - 1 not in flight.held for stage in flight.held)
-        sends = any(stage < flight.stages - 1 and stage + 1 not in flight.held for stage in flight.held)
-        self.between = (receives + sends) * step.under_way
+        self.sends = [stage < flight.stages - 1 and stage + 1 not in flight.held for stage in flight.held]
+        self.between = (receives + any(self.sends)) * step.under_way
         """Bytes of messages between this rank's stages and those of others."""
         self.of_kind = Counter[BlockKind]()
         for kind, many in (pair for held in self.blocks for pair in held):
@@ -216,6 +216,17 @@ class RankParts:
             ends = [(stage > 0) + (stage < last) for stage in self.flight.held]
             sizes = [size + many * message for size, many in zip(sizes, ends, strict=True)]
         return sizes
+
+    def forward(self) -> tuple[float, float, float]:
+        """Returns the bytes that blocks keep when the last forward pass before any backward pass ends, and those of
+        messages then, and when later ones end. A message waits until its reader has been seen to go on, the first ones
+        until the first gradient comes. Beside a message with projections of the embedding are its parts."""
+        message, often = self.step.under_way / TRANSIT, self.step.slices
+        coming = (TRANSIT + (self.step.beside > 0)) * message
+        waiting = [sum(map(mul, counts, self.sends)) * often * message for counts in self.flight.most]
+        most = [self._kept_of(counts) for counts in self.flight.most]
+        kept, sent = max(zip(most, waiting, strict=True), key=sum)
+        return kept, sent + coming, message + coming
 
     def _beside(self, runs: Sequence[BlockRun], stage: int) -> float:
         """Returns the bytes that a stage keeps on the device per micro-batch and that belong to no block of `runs`: of
@@ -469,7 +480,7 @@ class RankParts:
         return 0 if counted else table(self.model, self.layout.tp) * self.width
 
 
-Moment = Literal["loss", "backward", "optimizer", "generation"]
+Moment = Literal["loss", "forward", "backward", "optimizer", "generation"]
 PARTS = ("parameters", "gradients", "optimizer", "activations", "logits", "communication", "reserved")
 
 
@@ -494,8 +505,8 @@ class RankMemory:
     context: int = 0
     """The part of `reserved` outside torch's allocator: the device's context and communicators' buffers."""
     moment: Moment = "backward"
-    """Time of the peak: the loss, the backward pass of the first micro-batch to come back, the optimizer step, or the
-    generation of completions."""
+    """Time of the peak: the loss, the end of a forward pass, the backward pass of the first micro-batch to return, the
+    optimizer step, or the generation of completions."""
     in_flight: float = 0
     """Most micro-batches in flight on the rank, averaged over its stages."""
     host: int = 0
@@ -575,6 +586,7 @@ def _fullest(step: StepParts, flight: Flight) -> RankMemory:
     # Programs that keep all parameters whole under pp were measured with more.
     unsent = state.unsent > 0 and not memory_profile.whole_under_pp
     (whole, head), (last, fetched) = rank.whole(), rank.fetched_in_loss()
+    gathered = whole
     arrives, later = rank.is_whole_loss(), head + fetched - last
     (logits, hidden), waiting = rank.logits(arriving=later if arrives else 0.0), rank.waiting_logits()
     forward, whole = whole + last + rank.sent_last + (0.0 if arrives else later), whole + (0.0 if unsent else head)
@@ -594,6 +606,10 @@ def _fullest(step: StepParts, flight: Flight) -> RankMemory:
     ]
     ending = rank.runs[0][0].block.ending if rank.runs[0] else 0.0
     moments.append(("backward", state.sent, ending * (state.sent > 0), 0.0, 0.0))
+    if any(rank.sends) and memory_profile.saves_slopes and not flight.deferring:  # of other programs it is not known
+        ends, sent, later_sent = rank.forward()
+        moments.append(("forward", state.early(stays=False, bucket=bucket), ends, 0.0, sent + gathered + fetched))
+        moments.append(("forward", early * stays, ends, 0.0, later_sent + gathered + fetched))
     if rank.last and rank.model.mtp:  # their backward pass comes before that of the main loss, whose logits are there
         again, moving = rank.backward(stays or state.unsent > 0, unsent=unsent, modules=True)
         moments.append(("backward", early, kept + again, waiting + summed, moving + whole))
