@@ -430,8 +430,7 @@ def layer_input(place: Place) -> Iterator[Operator]:
 def layer_projection(place: Place) -> Operator:
     """Returns the projection of the embedding for the tables of all layers, and its norm, which saves what it reads."""
     model, own = place.model, place.tokens // place.token_share * place.model.n_layers * place.model.layer_embedding
-    normed = 0 if model.freezes else model.n_layers * norm_saved(place, model.layer_embedding)
-    saved = (SavedTensor("layer inputs", normed, "tokens"),)
+    saved = (SavedTensor("layer inputs", model.n_layers * norm_saved(place, model.layer_embedding), "tokens"),)
     work = MemoryBound("layer inputs", 4 * own, 5 * own, 1 + norm_kernels(model))
     rows = place.tokens // place.token_share
     return Operator("layer inputs", layer_projection_weights(model), rows, True, memory_bound=(work,), saved=saved)

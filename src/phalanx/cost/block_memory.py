@@ -88,7 +88,7 @@ def backward_moments(place: Place, kind: LayerKind, *, splits: bool = False) -> 
             outputs, inputs, done = row * sum(shape[-2] for shape in shapes), row * shapes[0][-1], 0
             inputs *= not operator.detached
             if operator.name == "layer embedding":  # the gradient of its part is as large as of those of all layers
-                here += _projected(place) * scale
+                here += tokens * (model.stream_width - model.d_model) * place.width / place.token_share
             if matrices[0].cut != "columns" or matrices[0].routed:
                 arriving = outputs
             elif operator.name == "shared.down" and place.folds:  # rows' gradients are sent back meanwhile
@@ -130,13 +130,6 @@ def backward_moments(place: Place, kind: LayerKind, *, splits: bool = False) -> 
             found.append(Moment(here + max(arriving, needed), own, arrived + own, experts))
         arrived, adapted = arrived + own, operator.name.endswith(A)
     return tuple(found)
-
-
-def _projected(place: Place) -> float:
-    """Returns the numbers of the projections of the embedding for all layers; 0 if they have no gradient."""
-    if place.model.freezes:
-        return 0.0
-    return place.tokens / place.token_share * place.model.n_layers * place.model.layer_embedding
 
 
 def _rows_return(place: Place, kind: BlockKind) -> Moment:
@@ -305,8 +298,8 @@ class StepSizes:
         """Bytes of the projections of the embedding for all layers, of a micro-batch."""
         self.beside_saved = self.tokens * layer_projection(place).saved[0].size / self.share if beside else 0.0
         """Bytes that these save on the first stage."""
-        self.beside_gradient = 0.0 if spec.model.freezes else beside
-        """Bytes of their gradient, from the backward pass of a stage's last block on."""
+        self.beside_gradient = beside
+        """Bytes of their gradient, from the backward pass of a stage's last block on, also where they are frozen."""
         self.under_way = TRANSIT * self.stream * spec.model.stream_width / spec.model.d_model / self.share
         """Bytes of messages between a stage and a neighbour on another rank."""
         # In place of an input that is gathered again, a parallel block has the gradient of the feed-forward layer's

@@ -242,7 +242,8 @@ class RankParts:
         if stage:
             return found + step.beside * (not leaves)
         found += step.beside_saved + step.beside * any(run.recompute == "full" for run in runs)
-        return found + leaves * (step.beside_saved > 0) * step.stream * step.slices / step.share
+        reads = step.beside_saved > 0 and not self.model.freezes
+        return found + leaves * reads * step.stream * step.slices / step.share
 
     def activations_beside(self) -> float:
         """Returns the most bytes of activations in host memory."""
