@@ -17,9 +17,11 @@ import phalanx
 from covering import covering
 from phalanx.blocks.parameters import train_flops_per_step
 from phalanx.comm.calls import Recording, recorded
-from phalanx.config.job import Job, Train
+from phalanx.config.job import Data, Job, Train
 from phalanx.config.layout import Layout
 from phalanx.config.model import MLA, LoRA, ModelConfig, MoE, SparseAttention
+from phalanx.cost.job_spec import rank_spec
+from phalanx.cost.rank_memory import step_memory
 from phalanx.dryrun.operations import flops_of
 from phalanx.dryrun.rehearse import distinct_ranks, rehearse
 from phalanx.errors import JobError
@@ -172,6 +174,15 @@ def test_parameters_that_are_whole_for_a_moment_are_communication():
     assert {each["part"] for each in whole} == {"communication"}
     outside = (2 * VOCAB + 1) * LLAMA.d_model  # embedding, head, and the norm before it
     assert sum(each["bytes"] for each in whole) > 4 * outside
+
+
+def test_rehearsals_of_generation_follow_each_other():
+    # Views of cached keys, which with FSDP are no tensors of inference mode.
+    for layout in (Layout(), Layout(dp_shard=2)):
+        data = Data(corpus="prompts", path="unread.jsonl")
+        job = Job(model=LLAMA, layout=layout, data=data, train=Train(global_batch=8 * layout.data_ranks))
+        predicted = step_memory(rank_spec(job, VOCAB, "cpu"))[0]
+        assert rehearse(job, 0, VOCAB, "cpu").peak == pytest.approx(predicted.allocated, rel=0.03)
 
 
 def test_any_number_of_ranks_costs_one():

@@ -5,6 +5,7 @@ torch's fake tensors have such a cache, too, which takes ten times as long: it a
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
 from functools import cache
 from typing import Any, NamedTuple, cast
 
@@ -154,13 +155,14 @@ def make(found: Remembered, given: Sequence[Any], mode: FakeTensorMode) -> Any:
             if is_source:
                 results.append(given[source])
                 continue
-            if source < 0:
-                meta = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
-            else:
-                of = given[source]
-                meta = torch.empty(0, dtype=dtype, device="meta")
-                meta.set_(of.untyped_storage(), of.storage_offset() + offset, shape, stride)
-            x = Tensor._make_subclass(FakeTensor, meta, False, dispatch_device=True, device_for_backend_keys=device)
+            suits = source < 0 or given[source].is_inference() or not torch.is_inference_mode_enabled()
+            with nullcontext() if suits else torch.inference_mode(mode=False):  # a view is of its source's mode
+                if source < 0:
+                    meta = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+                else:
+                    first, storage = given[source].storage_offset() + offset, given[source].untyped_storage()
+                    meta = torch.empty(0, dtype=dtype, device="meta").set_(storage, first, shape, stride)
+                x = Tensor._make_subclass(FakeTensor, meta, False, dispatch_device=True, device_for_backend_keys=device)
             torch._C._set_throw_on_mutable_data_ptr(x)
             cast(dict[str, Any], vars(x)).update(attributes, fake_mode=mode)
             results.append(x)
