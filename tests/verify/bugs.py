@@ -645,7 +645,7 @@ BUGS = (
         "pp=2,loss_chunk=24,accumulation=2",
         "parallel.objective:Objective._of_further",
         (("self.chunked_further", "self.chunked"),),
-        "| embed |",
+        "| embed.weight |",
         model="further tokens",
     ),
     # Completions.

@@ -54,6 +54,7 @@ class _Current(threading.local):
     """The micro-batch, or its slice, whose forward pass a thread runs: its tokens' places, (rows, positions)."""
 
     places: Tensor | None = None
+    tokens: Tensor | None = None
     slots: Slots | None = None
 
 
@@ -155,7 +156,7 @@ class StepRecorder:
     def _enter(self, _: nn.Module, inputs: tuple[Any, ...]) -> None:
         tokens: Tensor = inputs[0].tokens
         base, rows, positions = self.micros.get(tokens.untyped_storage().data_ptr(), (None, (), tokens))
-        self.current.places = None
+        self.current.places, self.current.tokens = None, tokens
         if base is None:
             return
         offset = int(tokens.storage_offset()) - int(base.storage_offset())
@@ -190,9 +191,7 @@ class StepRecorder:
         for name, module in model.named_modules():
             if next(module.parameters(recurse=False), None) is not None:
                 module.register_forward_pre_hook(partial(self._keep_weights, name))
-        stages = self.stepper.replica.model.stages
-        if stages is None or any(stage.first for stage in stages.local_stages.values()):
-            self._after("embed", model.embed)  # elsewhere it looks up further tokens
+        model.embed.register_forward_hook(self._see_embedded)
         if model.positions is not None:
             model.positions.register_forward_hook(self._see_positions)
         if model.layer_inputs is not None:  # of which tensor ranks have parts of the gradient
@@ -299,6 +298,11 @@ class StepRecorder:
             # Every tensor rank has the whole indexer, which learns from all heads.
             site, part = (f"index.{name}", False) if name in more else (name, True)
             self.see(f"{path}.{site}", x, shape, part=(False, part), gradient=whole, unit=("head", 0))
+
+    def _see_embedded(self, _: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> None:
+        tokens = self.current.tokens
+        if tokens is not None and tokens.data_ptr() == inputs[0].data_ptr():  # not of further tokens
+            self.see("embed", output)
 
     def _see_positions(self, _: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> None:
         if output.dim() == 2 and self.current.places is not None:  # the same for every sequence
