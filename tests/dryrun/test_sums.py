@@ -222,7 +222,7 @@ def proof(model: str, line: str, job: str = "", bug: Bug | None = None) -> SumPr
 def test_no_sum_is_missing_or_made_twice(model, line):
     layout, _, job = line.partition(" ")
     found = proof(model, layout, job)
-    assert found.pairs or "pp=" in line or "offload" in line
+    assert found.pairs or parse(layout).world == 1 or "pp=" in line or "offload" in line
     assert found.text().endswith("ok")
     assert found.as_dict()["ok"]
 
