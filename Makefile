@@ -69,7 +69,7 @@ zero-plus-plus: setup ## try ZeRO++ in all its layouts: a minute
 planted: setup ## plant every bug of tests/verify/bugs.py, each of which verify must find, and --static those of sums: minutes
 	PHALANX_PLANTED=1 $(BIN)/python -m pytest -s tests/verify/test_planted.py tests/dryrun/test_sums.py $(ARGS)
 
-static: setup ## prove the sums over ranks of every layout of verify that --static can judge, without values: half an hour
+static: setup ## prove the sums over ranks of every layout of verify that --static can judge, without values: about forty minutes
 	PHALANX_STATIC=1 $(BIN)/python -m pytest tests/dryrun/test_sums.py -k no_sum $(ARGS)
 
 whole: setup ## run the whole tables of the tests that try every pair of their parts: minutes
