@@ -57,7 +57,7 @@ IDLE_S = 3.0
 
 
 class Down(NamedTuple):
-    """What a failure costs."""
+    """The cost of one failure."""
 
     next_s: float
     """Seconds to the next step."""

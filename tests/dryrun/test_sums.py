@@ -152,7 +152,7 @@ JUDGED = (
 """Of `matrix`, models and layouts on up to 4 ranks in which every pair of PAIRED meets, and everything else is."""
 PAIRED = {"dp_replicate", "dp_shard", "tp", "pp", "cp", "ep", "etp", "sp", "zero", "accumulation"}
 VALUES = {"zero", "schedule", "recompute", "offload", "accumulate"}
-"""Fields whose values are told apart."""
+"""Fields of which each value counts as its own kind of layout."""
 
 
 def parts(cell: tuple[str, str]) -> set[Hashable]:

@@ -420,7 +420,7 @@ class FollowedStates:
 
     def meet(self, event: RecordedOperation, name: str, ends: tuple[Any, ...], differs: int = 0) -> None:
         """Comes to a collective or a "message" of `ends`, with what the event reads; `differs` are bits of all of it.
-        What it brings is written before it is used."""
+        Its results are written before anything uses them."""
         key = name, ends, self.counts[name, ends]
         self.counts[name, ends] += 1
         source = event.reads[0]

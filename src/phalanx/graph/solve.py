@@ -74,7 +74,7 @@ class GraphPlan:
 
     @cached_property
     def cost(self) -> Cost:
-        """Of a step, whose seconds are those of computation and communication without what overlaps."""
+        """The cost of a step. Its seconds are computation plus communication, less their overlap."""
         found = self.compute + self.communication
         overlap = Overlap.of(self.graph, self.mesh)
         hidden = overlap.gain * (found.behind - overlap.exposed(found)) if self.overlaps else 0.0

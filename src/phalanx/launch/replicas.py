@@ -37,7 +37,7 @@ _BEAT_S = 0.2
 
 @dataclass(frozen=True)
 class RankMessage:
-    """What a rank says: first who it is, then that it is ready, then how each step ended, at last that it is done."""
+    """A rank's message: its name, then that it is ready, then the outcome of each step, and last that it is done."""
 
     key: str = ""
     replica: int = -1
@@ -58,7 +58,7 @@ class RankMessage:
 
 @dataclass(frozen=True)
 class ReplicaNotice:
-    """What the coordinator tells every rank after each step."""
+    """The coordinator's message to every rank after each step."""
 
     epoch: int = 0
     """Counts the changes of the members; 0 before the first."""

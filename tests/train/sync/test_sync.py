@@ -35,7 +35,7 @@ from train.runs import change, optimizer_of, rows, weights
 
 
 class Ramped(NamedTuple):
-    """What a run with ramps was made from."""
+    """The pieces from which a run with ramps is made."""
 
     job: Job
     vocab: int
