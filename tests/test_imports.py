@@ -33,7 +33,7 @@ MOST_LINES = {
     "blocks": 3390,
     "check": 2250,
     "checkpoint": 4170,
-    "cli": 7567,
+    "cli": 7600,
     "comm": 2180,
     "config": 6550,
     "cost": 7220,

@@ -109,6 +109,18 @@ SWITCHES = {
     "fresh": "Start over; the existing run is renamed.",
     "oversubscribe": "Start more ranks than a machine's cores and memory bear.",
 }
+_BATCH = ("slurm", "pbs")
+_HERE = ("",)
+WORKS_WITH = {
+    **dict.fromkeys(("account", "queue", "batch_option", "signal", "requeue"), _BATCH),
+    **dict.fromkeys(("k8s_kind", "pvc", "namespace", "secret", "shm_gib"), ("k8s",)),
+    **dict.fromkeys(("launcher", "ranks_by", "cpu_bind", "port", "stop_after"), (*_HERE, *_BATCH)),
+    **dict.fromkeys(("remote_shell", "ship", "oversubscribe"), _HERE),
+    "time": (*_BATCH, "k8s"),
+    "image": ("k8s", "sky"),
+    "bucket": ("sky",),
+}
+"""The values of --submit with which an option or switch has an effect; "" is a start without it."""
 VERB = job_verb(
     "launch",
     "Starts a job where it is called, in an allocation, over ssh, or on this machine; or submits it. Words after -- "
@@ -144,6 +156,7 @@ def run(argv: Sequence[str]) -> int:
     parsed = programs.parse(words, OPTIONS) if is_program else VERB.parse(words)
     if parsed is None:
         return 0
+    _refuse_without_effect(parsed)
     kind = programs.ProgramLaunch if is_program else LaunchPlan
     plan = kind.of(parsed, tuple(extra), os.environ, shutil.which, platform.node())
     for note in plan.notes:
@@ -169,6 +182,24 @@ def own_names(argv: Sequence[str]) -> tuple[list[str], list[str]]:
         if launcher in OTHER_LAUNCHERS:
             raise JobError(f"--launcher {launcher}: {OTHER_LAUNCHERS[launcher]}")
     return words, list(argv[end + 1 :])
+
+
+def _refuse_without_effect(words: Words) -> None:
+    """Raises JobError, naming each option and switch that does nothing in this launch."""
+    submit = words.options["submit"] or ""
+    changed = (
+        name for name, option in OPTIONS.items() if (words.options.get(name) or option.default) != option.default
+    )
+    given = {*words.switches, *changed}
+    here = f"with --submit {submit}" if submit else "without --submit"
+    problems = [
+        f"--{name.replace('_', '-')} has no effect {here}: it is for "
+        + " or ".join(f"--submit {each}" if each else "starts without --submit" for each in works)
+        for name, works in WORKS_WITH.items()
+        if name in given and submit not in works
+    ]
+    if problems:
+        raise JobError(problems)
 
 
 def _refuse_program(first: Sequence[str]) -> None:
