@@ -182,6 +182,7 @@ LAYOUTS = (
     *JUDGED,
     ("further tokens", "dp_shard=2,tp=2,zero=3"),
     ("experts", "dp_shard=2,tp=2,zero=3"),
+    ("experts", "dp_shard=2,tp=2,pp=2,zero=1 model.n_layers=3"),  # one shard of two has sums over tensor ranks
     ("gpt", "dp_replicate=2,tp=2,sync=diloco"),
     ("llama", "dp_replicate=2,dp_shard=2,zero=2,compression=int8"),
     *(

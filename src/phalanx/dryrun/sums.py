@@ -327,7 +327,8 @@ def _aligned(
 ) -> Iterator[tuple[Any, Any]]:
     """Yields the events of two programs in pairs; None where only one of them has it. Those of two `stages` share
     checks and collectives alone: whatever else they compute, differs. Others have the same collectives in the same
-    order, whatever they compute between them."""
+    order, whatever they compute between them; but one of them may sum over tensor ranks what the other's shard lacks.
+    """
     if stages:
         keys = (
             [_key_between_stages(each, stages, n, rank) for n, each in enumerate(of)]
@@ -336,8 +337,12 @@ def _aligned(
         yield from _matched(mine, theirs, *keys)
         return
     calls = [[n for n, each in enumerate(of) if each.group] for of in (mine, theirs)]
-    if [mine[n].name for n in calls[0]] != [theirs[n].name for n in calls[1]]:
-        calls = [[], []]
+    keys = [
+        [(of[n].name, of[n].where, len(of[n].group)) for n in at] for of, at in zip((mine, theirs), calls, strict=True)
+    ]
+    if [name for name, *_ in keys[0]] != [name for name, *_ in keys[1]]:
+        blocks = SequenceMatcher(None, *keys, autojunk=False).get_matching_blocks()
+        calls = [[calls[k][block[k] + n] for block in blocks for n in range(block.size)] for k in (0, 1)]
     a, b = 0, 0
     for i, j in (*zip(*calls, strict=True), (len(mine), len(theirs))):
         between = mine[a:i], theirs[b:j]
