@@ -54,8 +54,8 @@ fuzz: setup ## try mutations of the file of every loader: COUNT=100000
 rehearsal: setup ## rehearse training on a GPU without one, in more layouts: minutes
 	PHALANX_REHEARSAL=1 $(BIN)/python -m pytest tests/dryrun/test_gpu_branches.py tests/train/test_rehearsed_cuda.py tests/model/test_attention.py $(ARGS)
 
-faults: setup ## make every fault that the watchdog finds, and try every launcher, also on two nodes (as root): minutes
-	PHALANX_FAULTS=1 $(BIN)/python -m pytest tests/launch/test_watchdog.py tests/launch/test_two_nodes.py tests/machine/test_doctor_two_nodes.py tests/launch/test_every_launcher.py tests/benchmarks/test_chaos.py $(ARGS)
+faults: setup ## make every fault that the watchdog finds, lose replicas, and try every launcher, also on two nodes (as root): minutes
+	PHALANX_FAULTS=1 $(BIN)/python -m pytest tests/launch/test_watchdog.py tests/launch/test_two_nodes.py tests/machine/test_doctor_two_nodes.py tests/launch/test_every_launcher.py tests/train/test_elastic_runs.py tests/benchmarks/test_chaos.py $(ARGS)
 
 memory: setup ## compare the predicted memory of models of every kind with the measured one, also in half precision: minutes
 	PHALANX_MEMORY=1 $(BIN)/python -m pytest tests/train/test_memory.py $(ARGS)

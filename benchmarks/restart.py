@@ -30,6 +30,7 @@ from phalanx.cli.train import preload
 from phalanx.data.prepare import prepare
 from phalanx.launch.hosts import free_port
 from phalanx.launch.local import launch_local
+from phalanx.launch.replicas import ReplicaTerms
 from phalanx.launch.verdict import Restarts
 from phalanx.train.run_directory import RunDirectory, newest_step
 
@@ -113,7 +114,7 @@ def after_a_rank(forked: bool, memory_every: int, elastic: bool = False) -> Down
     modules = preload(loaded.job) if forked else ()
     restarts = Restarts(1, 3600.0, lambda: newest_step(directory.metrics), directory.path, modules)
     argv, how = ["train", str(directory.config)], {"log_dir": directory.logs, "threads": 1, "all_ranks": False}
-    how |= {"processes": 1, "replicas": (2, 1)} if elastic else {"processes": 2}
+    how |= {"processes": 1, "replicas": ReplicaTerms(2, 1)} if elastic else {"processes": 2}
     code = launch_local(argv, restarts=restarts, memory=memory_every > 0, **how)
     thread.join()
     assert code == 75, f"the run ended with {code}"
@@ -130,13 +131,13 @@ def _process_with(variable: bytes) -> int:
     return next(int(pid) for pid in pids if variable in Path(f"/proc/{pid}/environ").read_bytes())
 
 
-def after_a_node(spare: bool) -> Down:
+def after_a_node(spare: bool, elastic: bool = False) -> Down:
     """Trains on two nodes with a rank each, and kills the launcher of the second. Its place takes one that waits, or
-    one that starts now."""
+    one that starts now; or the first goes on alone."""
     Path("job.yaml").write_text(JOB)
     name, port = f"run-{time.monotonic_ns()}", free_port("127.0.0.1")
-    words = ["job.yaml", f"run.name={name}", "checkpoint.memory_every=1", "run.nnodes=2", "cluster.nodes=2"]
-    words += [f"run.rdzv_endpoint=127.0.0.1:{port}"]
+    words = ["job.yaml", f"run.name={name}", "run.nnodes=2", "cluster.nodes=2", f"run.rdzv_endpoint=127.0.0.1:{port}"]
+    words += ["run.min_replicas=1"] if elastic else ["checkpoint.memory_every=1"]
     nodes: list[subprocess.Popen[bytes]] = []
     log = Path(f"{name}.log")
 
@@ -167,9 +168,9 @@ def after_a_node(spare: bool) -> Down:
         time.sleep(TRAINED_S)
         killed = time.time()
         guest.kill()
-        if not spare:
+        if not spare and not elastic:
             start("guest")
-        return down(metrics, killed)
+        return down(metrics, killed, elastic)
     finally:
         for node in nodes:
             node.terminate()
@@ -184,6 +185,7 @@ def _cpu_ticks(pid: int) -> int:
 
 CONTENDERS: dict[tuple[str, str, str], Callable[[], Down]] = {
     ("a rank of a replica", "the other replica goes on", "min_replicas"): lambda: after_a_rank(True, 0, True),
+    ("a node of a replica", "the other node goes on", "min_replicas"): lambda: after_a_node(False, True),
     ("a rank", "forked", "memory, every step"): lambda: after_a_rank(True, 1),
     ("a rank", "forked", "storage, every 50 steps"): lambda: after_a_rank(True, 0),
     ("a rank", "Python anew", "storage, every 50 steps"): lambda: after_a_rank(False, 0),

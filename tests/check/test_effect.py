@@ -87,6 +87,7 @@ SET = {
     "layout.sync_every": "3",
     "guard.spike_norm": "9",
     "run.node_lost_s": "5",
+    "run.sync_grace_s": "5",
     "optimizer.outer_lr": "0.5",
     "optimizer.decay_fraction": "0.5",
     "optimizer.base_batch": "8",

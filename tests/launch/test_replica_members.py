@@ -1,13 +1,11 @@
 """Who takes part in a step, and which steps count, where replicas come and go."""
 
-import json
 import socket
 import time
 
 import pytest
 
 from phalanx.errors import RunError
-from phalanx.launch.ranks import REPLICA
 from phalanx.launch.replicas import (
     FIRST_CALL_S,
     RankMessage,
@@ -15,6 +13,7 @@ from phalanx.launch.replicas import (
     ReplicaLink,
     ReplicaMembers,
     ReplicaNotice,
+    ReplicaTerms,
 )
 from phalanx.launch.verdict import LOST_PEER, LostPeerError
 
@@ -27,7 +26,7 @@ class Clock:
 
 
 def begun(replicas: int = 3, ranks: int = 2, least: int = 1) -> ReplicaMembers:
-    members = ReplicaMembers(replicas, ranks, least, Clock())
+    members = ReplicaMembers(ReplicaTerms(replicas, least), ranks, Clock())
     come(members, *range(replicas))
     assert members.decide()
     return members
@@ -48,7 +47,7 @@ def vote(members: ReplicaMembers, *replicas: int, summed: bool = True) -> bool:
 
 
 def test_all_begin_together_and_the_first_is_the_one_that_has_come_furthest():
-    members = ReplicaMembers(3, 1, 1, Clock())
+    members = ReplicaMembers(ReplicaTerms(3, 1), 1, Clock())
     come(members, 0, 2)
     assert not members.decide(), "one is missing"
     come(members, 1, step=7)
@@ -58,7 +57,7 @@ def test_all_begin_together_and_the_first_is_the_one_that_has_come_furthest():
 
 
 def test_some_begin_without_the_rest_after_a_while_if_they_are_enough():
-    members = ReplicaMembers(3, 1, 2, clock := Clock())
+    members = ReplicaMembers(ReplicaTerms(3, 2), 1, clock := Clock())
     come(members, 0)
     clock.now = 2 * FIRST_CALL_S
     assert not members.decide(), "fewer than the least"
@@ -133,14 +132,56 @@ def test_when_all_are_lost_they_begin_from_what_they_have_loaded():
     assert (members.notice.step, members.notice.new) == (4, (1, 2))
 
 
+def arrive(members: ReplicaMembers, *places: tuple[int, int]) -> bool:
+    notice = members.notice
+    for place in places:
+        members.arrive(place, RankMessage(epoch=notice.epoch, step=notice.step, arrives=True))
+    return members.decide()
+
+
+def test_an_exchange_opens_with_those_that_come_in_time_and_a_late_one_copies_their_state():
+    members = ReplicaMembers(ReplicaTerms(3, 2, grace_s=5.0), 2, clock := Clock())
+    come(members, 0, 1, 2)
+    assert members.decide()
+    assert not arrive(members, (0, 0), (0, 1), (2, 0), (1, 0))
+    assert not arrive(members, (1, 1)), "two of two: the grace begins"
+    clock.now = 4.9
+    assert not members.decide()
+    clock.now = 5.0
+    assert members.decide()
+    assert (members.notice.members, members.notice.opened, members.notice.new) == ((0, 1), True, ())
+    assert not vote(members, 0)
+    members.arrive((2, 1), RankMessage(epoch=1, step=0, arrives=True))
+    assert vote(members, 1)
+    assert (members.notice.members, members.notice.opened, members.notice.new) == ((0, 1, 2), False, (2,))
+    assert arrive(members, *((replica, rank) for replica in range(3) for rank in range(2))), "nobody is waited for"
+    assert (members.notice.step, members.notice.opened) == (1, True)
+
+
+def test_an_exchange_that_loses_a_replica_is_made_again_by_those_that_arrive_again():
+    members = ReplicaMembers(ReplicaTerms(3, 1, grace_s=5.0), 1, Clock())
+    come(members, 0, 1, 2)
+    members.decide()
+    assert arrive(members, (0, 0), (1, 0), (2, 0))
+    members.leave(1)
+    assert vote(members, 0, 2, summed=False)
+    assert (members.notice.members, members.notice.step, members.notice.opened) == ((0, 2), 0, False)
+    members.leave(2)
+    come(members, 2, step=-1)
+    assert arrive(members, (0, 0))
+    assert members.notice.members == (0,), "what comes back waits until the exchange is over"
+    assert vote(members, 0)
+    assert (members.notice.members, members.notice.new) == ((0, 2), (2,))
+
+
 @pytest.fixture
 def coordinator():
-    with ReplicaCoordinator(2, 1, 1, tell=lambda _: None) as coordinator:
+    with ReplicaCoordinator(ReplicaTerms(2, 1), 1, tell=lambda _: None) as coordinator:
         yield coordinator
 
 
 def link(coordinator, replica: int, facts: str = "same") -> ReplicaLink:
-    return ReplicaLink(json.loads(coordinator.variables(replica)[REPLICA]), 0, facts)
+    return ReplicaLink({**coordinator.where, "replica": replica}, 0, facts)
 
 
 def test_ranks_hear_of_each_other_and_at_once_of_a_lost_one(coordinator):
@@ -151,7 +192,7 @@ def test_ranks_hear_of_each_other_and_at_once_of_a_lost_one(coordinator):
     begun = first.newer(ReplicaNotice(), lambda: None)
     assert begun.members == (0, 1)
     second._socket.shutdown(socket.SHUT_RDWR)
-    first.vote(begun, summed=False)
+    first.vote(begun, 0, summed=False)
     assert first.newer(begun, lambda: None).members == (0,)
     again = link(coordinator, 1)
     assert again.copies
@@ -180,6 +221,6 @@ def test_a_rank_with_another_job_or_without_the_key_is_refused(coordinator):
     link(coordinator, 0)
     with pytest.raises(RunError, match="replica 1 may not take part: its job or program differs"):
         link(coordinator, 1, "other")
-    where = json.loads(coordinator.variables(1)[REPLICA])
+    where = {**coordinator.where, "replica": 1}
     with pytest.raises(RunError, match="a replica was lost: its launcher does not answer"):
         ReplicaLink({**where, "key": "guessed"}, 0, "same")

@@ -72,6 +72,9 @@ class TwoNodes:
         """The link goes down: unreachable."""
         self.ip("-n", self.name("a"), "link", "set", "eth0", "down")
 
+    def mend(self) -> None:
+        self.ip("-n", self.name("a"), "link", "set", "eth0", "up")
+
     def lose(self) -> None:
         """What a sends is lost, silently; what b sends arrives."""
         lost = ["lladdr", "02:00:00:00:00:01", "nud", "permanent", "dev", "eth0"]
@@ -116,6 +119,36 @@ def test_each_node_ends_its_ranks_and_names_those_of_the_other(nodes: TwoNodes, 
         print(f"{fault}, node {node}: ranks killed {found['time'] - began:.1f} s after the fault")
         assert (found["kind"], found["culprits"]) == ("unseen", others)
         assert f"on {theirs}" in found["message"]
+
+
+@pytest.mark.timeout(240)
+def test_replicas_on_a_node_that_is_cut_off_are_left_out_and_come_back(nodes: TwoNodes, tmp_path: Path) -> None:
+    (tmp_path / "job.yaml").write_text(JOB)
+    words = [f"run.dir={tmp_path}", "run.name=run", "run.hang_s=0", "run.node_lost_s=2", "run.min_replicas=1"]
+    words += ["run.nnodes=2", "cluster.nodes=2", f"run.rdzv_endpoint={nodes.net}.1:29400"]
+    command = [sys.executable, "-m", "phalanx", "train", str(tmp_path / "job.yaml"), *words, "--oversubscribe"]
+    logs = {node: tmp_path / f"{node}.log" for node in "ab"}
+    launchers = [nodes.start(node, command, logs[node]) for node in "ab"]
+    metrics = tmp_path / "run/metrics.jsonl"
+
+    def changes() -> list[list[int]]:
+        lines = metrics.read_text().split("\n")[:-1] if metrics.exists() else []  # the last one may still be written
+        rows = [json.loads(line) for line in lines]
+        return [row["members"] for row in rows if row["event"] == "replicas"]
+
+    try:
+        wait_for(lambda: "step: 50 " in logs["a"].read_text(), 120)
+        nodes.cut()
+        wait_for(lambda: sorted(changes()[-1]) == [0, 1], 60)
+        nodes.mend()
+        wait_for(lambda: sorted(changes()[-1]) == [0, 1, 2, 3], 60)
+    finally:
+        for launcher in launchers:
+            launcher.kill()
+            launcher.wait()
+        print({node: log.read_text() for node, log in logs.items()})
+    assert f"node {nodes.name('b')} is lost: nothing was heard from it for 2 s" in logs["a"].read_text()
+    assert "the replicas of this node were ended: there is no connection to the host" in logs["b"].read_text()
 
 
 def wait_for(condition, seconds: float) -> None:

@@ -166,8 +166,6 @@ def unguarded(job: Job) -> str:
         return f"replicas train independently (sync={job.layout.sync})"
     if job.layout.independent_replicas > 1:
         return f"replicas train independently (axis {job.layout.replica_axis})"
-    if job.run.min_replicas:
-        return "each replica decides alone (run.min_replicas)"
     if job.layout.compression == "powersgd":
         return "PowerSGD's error feedback takes the gradients of a step once (compression=powersgd)"
     return f"steps overlap (schedule={job.layout.schedule})" if overlaps(job.layout) else ""

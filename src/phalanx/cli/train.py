@@ -196,12 +196,14 @@ def _launch(loaded: LoadedJob, directory: RunDirectory, as_json: bool) -> int:
     if job.run.nnodes:
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # or every lost peer prints the stack of torch's C++
     from phalanx.launch.local import launch_local
+    from phalanx.launch.replicas import ReplicaTerms
     from phalanx.launch.verdict import Restarts
     from phalanx.launch.watchdog.diagnosis import Limits
     from phalanx.train.run_directory import newest_step
 
     processes = job.layout.processes // job.run.most_nodes
-    replicas = (job.layout.dp_replicate, job.run.min_replicas) if job.run.min_replicas else None
+    least, grace_s = job.run.min_replicas, None if job.layout.sync == "bsp" else job.run.sync_grace_s
+    replicas = ReplicaTerms(job.layout.dp_replicate, least, grace_s) if least else None
     if job.cluster.nodes > 1 and not job.run.nnodes:
         nodes = job.cluster.nodes
         raise JobError(
@@ -213,7 +215,7 @@ def _launch(loaded: LoadedJob, directory: RunDirectory, as_json: bool) -> int:
     argv = ["train", str(directory.config), *(["--json"] if as_json else [])]
     return launch_local(
         argv,
-        processes=processes // replicas[0] if replicas else processes,
+        processes=job.layout.processes // replicas.replicas if replicas else processes,
         log_dir=directory.logs,
         threads=threads_for(job.run.threads, processes),
         all_ranks=job.run.all_ranks,

@@ -362,6 +362,9 @@ class RunOptions:
     min_replicas: Annotated[int, Interval(0), Example("1")] = 0
     """Replicas (dp_replicate) without which the run waits: each is started again alone, while the others go on with the
     whole batch, and copies their state when it is back. 0: the loss of a rank restarts all of them."""
+    sync_grace_s: Annotated[float, Interval(0)] = 10.0
+    """With min_replicas and sync=diloco: seconds for which so many replicas wait for the others before they
+    synchronise. One that comes later copies their state."""
     restart_window_s: Annotated[float, Interval(above=0)] = 3600.0
     """Seconds after which a restart no longer counts against max_restarts."""
     nnodes: Annotated[str, _NODES, Example('"1:2"')] = ""

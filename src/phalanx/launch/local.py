@@ -13,22 +13,23 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn, Self
 
 from phalanx.bounded import read_tail
 from phalanx.echo import echo, shortened
 from phalanx.errors import RunError, StoppedError
 from phalanx.launch.fork_server import ForkServer
 from phalanx.launch.logs import AttemptLogs, claim, newest_of
-from phalanx.launch.nodes import HOST, POLL_S, Ending, NodeFailure, Nodes, Round, known
+from phalanx.launch.nodes import HOST, NOBODY, POLL_S, Ending, HostLink, NodeFailure, Nodes, Round, known, make
 from phalanx.launch.output import unblocked
 from phalanx.launch.peers import StateMemory
-from phalanx.launch.ranks import GENERATION, LAUNCHER_PID, LOG_DIR, LOOPBACK, RESTARTED, thread_environment
-from phalanx.launch.replicas import ReplicaCoordinator
+from phalanx.launch.ranks import GENERATION, LAUNCHER_PID, LOG_DIR, LOOPBACK, REPLICA, RESTARTED, thread_environment
+from phalanx.launch.replicas import Places, ReplicaCoordinator, ReplicaTerms
 from phalanx.launch.verdict import (
     BEFORE_CHECKPOINT,
     TEXTS,
@@ -372,7 +373,7 @@ class Attempts:
         """Returns this node's part in the next attempt; None if none follows."""
         return NodePart()
 
-    def __enter__(self) -> Attempts:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -486,7 +487,7 @@ class NodeAttempts(Attempts):
     def __init__(self, nodes: Nodes, *how: Any):
         super().__init__(*how)
         self.terms, self.link = nodes.terms, nodes.join(self.memory.address if self.memory else "")
-        self._place = 0
+        self.place = 0
         self.round: Round | None = None  # the round that this node takes part in, or has taken part in
         self._over: tuple[int, str] | None = None
         """Exit code and message once another node or the user has ended the run."""
@@ -503,6 +504,16 @@ class NodeAttempts(Attempts):
         self.link.close(self.code, message or f"the host has ended with exit code {self.code}")
 
     def part(self) -> NodePart | None:
+        if (current := self.next_round()) is None:
+            return None
+        place, members = self.place, current.members
+        count = f"{len(members)} node{'s' if len(members) > 1 else ''}"
+        adapted = f", {' '.join(current.words)}" if current.words else ""
+        say(f"round {current.number} on {count}, this is node {place}{adapted}")
+        words = tuple(f"++{word}" for word in current.words)
+        return NodePart(place, len(members), current.address, current.port, words)
+
+    def next_round(self) -> Round | None:
         """Waits for the next round of this node. Returns None, with `_over` set, if none follows: the run has ended
         elsewhere, the host is away for too long, or this launcher was asked to stop."""
         last, patience_s, is_spare = self.round, self.terms.patience_s, False
@@ -521,22 +532,17 @@ class NodeAttempts(Attempts):
                 self._over = 1, f"{why}: it was not heard for {patience_s:g} s (run.rdzv_endpoint, run.timeout_s)"
             if self._over:
                 return None
-            is_new = current is not None and (last is None or current.generation != last.generation)
+            is_new = current and (not last or (current.generation, current.number) != (last.generation, last.number))
             if current and is_new and ending is None and notice.slot in current.members:
                 break
             others = current.members if current and ending is None and notice.slot > HOST else ()
-            if not is_spare and len(others) == self.terms.most and notice.slot not in others:
+            if not is_spare and len(others) == self.terms.most and not {notice.slot, NOBODY} & {*others}:
                 say("the run has all its nodes: this one is a spare, and takes the place of one that is lost")
                 is_spare = True
             time.sleep(POLL_S / 4)
-        self.round, members = current, current.members
+        self.round, self.place = current, current.members.index(notice.slot)
         self.link.exchange(waits=False, round=current.number, failure=None)
-        place = self._place = members.index(notice.slot)
-        count = f"{len(members)} node{'s' if len(members) > 1 else ''}"
-        adapted = f", {' '.join(current.words)}" if current.words else ""
-        say(f"round {current.number} on {count}, this is node {place}{adapted}")
-        words = tuple(f"++{word}" for word in current.words)
-        return NodePart(place, len(members), current.address, current.port, words)
+        return current
 
     def begin(self) -> dict[str, str]:
         assert self.round is not None, "no round has begun"
@@ -548,15 +554,15 @@ class NodeAttempts(Attempts):
         return {**super().begin(), GENERATION: self.round.generation}
 
     def _memory_variables(self) -> dict[str, str]:
-        return self.memory.variables(self.round.memory, self._place) if self.memory and self.round else {}
+        return self.memory.variables(self.round.memory, self.place) if self.memory and self.round else {}
 
     def watch(self, pids: Mapping[int, int]) -> bool:
-        if self._ending is None and (ending := self._ordered_end()) is not None:
+        if self._ending is None and (ending := self.ordered_end()) is not None:
             self._ending, self._noticed = ending, time.time()
             self.supervisor.end(saves=ending.saves)
         return super().watch(pids)
 
-    def _ordered_end(self) -> Ending | None:
+    def ordered_end(self) -> Ending | None:
         """Returns the host's order to end the round that this node's ranks are in; None while they may go on. That all
         ranks end well, or stop with a checkpoint, is no order: these do, too."""
         notice, current = self.link.notice, self.round
@@ -590,22 +596,31 @@ class NodeAttempts(Attempts):
         """Waits for the host's explanation of why the ranks have ended: `any_kind`, or a stop that all nodes make."""
         end = time.monotonic() + _EXPLANATION_S
         while self.code and self._ending is None and time.monotonic() < end:
-            ending = self._ordered_end()
+            ending = self.ordered_end()
             if ending is not None and (any_kind or ending.saves):
                 self._ending = ending
             time.sleep(0.05)
 
 
 class ReplicaAttempts(Attempts):
-    """The attempts of one of the replicas that come and go, in a thread of its own."""
+    """The attempts of one of the replicas that come and go, in a thread of its own. `where` says how its ranks reach
+    the coordinator; they are ended where `ordered` says so."""
 
-    def __init__(self, replica: int, coordinator: ReplicaCoordinator, *how: Any):
+    def __init__(self, replica: int, where: Mapping[str, Any], ordered: Callable[[], bool], *how: Any):
         super().__init__(*how)
-        self.replica, self.coordinator = replica, coordinator
+        self.replica, self.where, self.ordered = replica, where, ordered
         self.error: BaseException | None = None
 
     def begin(self) -> dict[str, str]:
-        return super().begin() | self.coordinator.variables(self.replica)
+        return super().begin() | {REPLICA: json.dumps({**self.where, "replica": self.replica})}
+
+    def watch(self, pids: Mapping[int, int]) -> bool:
+        if self.ordered():
+            self.supervisor.end(saves=False)
+        return super().watch(pids)
+
+    def finish(self) -> bool:
+        return not self.ordered() and super().finish()
 
     def _tell(self, message: str) -> None:
         super()._tell(message and f"replica {self.replica}: {message}")
@@ -619,35 +634,72 @@ class ReplicaAttempts(Attempts):
 
 def _launch_replicas(
     command: Sequence[str],
-    replicas: int,
-    least: int,
+    terms: ReplicaTerms,
     processes: int,
     logs: AttemptLogs,
     preload: Sequence[str],
+    nodes: Nodes | None,
     *how: Any,
 ) -> int:
-    """Runs `python -m COMMAND` as so many replicas of `processes` ranks, each of which is started again alone. Returns
-    0 if one has finished the run, or else the code of a clean stop, or of the first."""
+    """Runs `python -m COMMAND` as so many replicas of `processes` ranks, each of which is started again alone; of
+    several nodes, those of this one. Returns 0 if one has finished the run, or else the code of a clean stop, or of the
+    first."""
     signals, standby = StopSignals(), ForkServer(preload, logs.environment)
-    with ReplicaCoordinator(replicas, processes, least, say) as coordinator, signals.handled():
-        every = [ReplicaAttempts(each, coordinator, logs.of_replica(each), *how) for each in range(replicas)]
-        try:
-            threads = [threading.Thread(target=each.work, args=(command, processes)) for each in every]
-            for attempts, thread in zip(every, threads, strict=True):
-                attempts.signals, attempts.standby = signals, standby
-                thread.start()
-            for thread in threads:
-                while thread.is_alive():
-                    thread.join(_POLL_S)  # signals are handled in between
-        finally:
-            standby.close()
-    for each in every:
-        if each.error is not None:
-            raise each.error
-    codes = [each.code for each in every]
-    if 0 in codes and any(codes):
-        say(f"the run is finished; {counted(sum(map(bool, codes)), 'replica')} did not come back")
-    return min(codes, key=lambda code: (code != 0, code != StoppedError.exit_code))
+
+    def run(own: Sequence[int], where: Mapping[str, Any], ordered: Callable[[], bool]) -> int:
+        every = [ReplicaAttempts(each, where, ordered, logs.of_replica(each), *how) for each in own]
+        threads = [threading.Thread(target=each.work, args=(command, processes)) for each in every]
+        for attempts, thread in zip(every, threads, strict=True):
+            attempts.signals, attempts.standby = signals, standby
+            thread.start()
+        for thread in threads:
+            while thread.is_alive():
+                thread.join(_POLL_S)  # signals are handled in between
+        for each in every:
+            if each.error is not None:
+                raise each.error
+        codes = [each.code for each in every]
+        if 0 in codes and any(codes) and not ordered():
+            say(f"the run is finished; {counted(sum(map(bool, codes)), 'replica')} did not come back")
+        return min(codes, key=lambda code: (code != 0, code != StoppedError.exit_code))
+
+    with ExitStack() as held:
+        held.callback(standby.close)
+        held.enter_context(signals.handled())
+        coordinator = None
+        if nodes is None or nodes.is_host:
+            at = (nodes.endpoint[0], make(nodes.directory)) if nodes else ()
+            coordinator = held.enter_context(ReplicaCoordinator(terms, processes, say, *at))
+        if nodes is None:
+            assert coordinator is not None, "this machine's"
+            return run(range(terms.replicas), coordinator.where, lambda: False)
+        if coordinator is not None:
+            nodes = replace(nodes, membership=partial(Places, coordinator, claim(nodes.directory)))
+        node = held.enter_context(NodeAttempts(nodes, logs, *how))
+        node.signals, each = signals, terms.replicas // nodes.terms.most
+        while current := node.next_round():
+            first, endings = node.place * each, list[str]()
+            say(f"this is node {node.place} of {nodes.terms.most}, with {counted(each, 'replica')} from {first} on")
+            logs.environment = {**logs.environment, GENERATION: current.generation}
+            where = {"host": current.address, "port": current.port, "key": known(nodes.directory)}
+
+            def ordered(endings: list[str] = endings) -> bool:
+                if ending := node.ordered_end():
+                    endings.append(ending.reason)
+                return bool(endings)
+
+            node.code = run(range(first, first + each), where, ordered)
+            if not endings:
+                break
+            say(f"the replicas of this node were ended: {endings[0]}")
+        node.link.exchange(done=True)
+        if coordinator is not None and isinstance(node.link, HostLink):
+            others = node.link.membership
+            while isinstance(others, Places) and others.others() and len(signals.requests) < 2:
+                time.sleep(_POLL_S)
+            if coordinator.members.notice.over and node.code != StoppedError.exit_code:
+                node.code = 0
+    return node.code
 
 
 UNLIMITED = Limits(0.0, 0.0)  # ranks may be silent for any time
@@ -670,7 +722,7 @@ def launch_local(
     restarts: Restarts = NO_RESTARTS,
     nodes: Nodes | None = None,
     memory: bool = False,
-    replicas: tuple[int, int] | None = None,
+    replicas: ReplicaTerms | None = None,
 ) -> int:
     """Runs `python -m module ARGV…` as `processes` ranks and returns the exit code of the launch.
 
@@ -689,7 +741,7 @@ def launch_local(
         metrics: file to which rows about slow ranks are appended.
         nodes: the run's other nodes, and this one's part; None if all ranks are on this machine.
         memory: keep the newest state of the ranks in memory while they are started again.
-        replicas: how many replicas of `processes` ranks come and go, and without how many the run waits.
+        replicas: the replicas of `processes` ranks each, where they come and go.
     """
     if (theirs := os.environ.get("OMP_NUM_THREADS")) not in (None, str(threads)):
         echo(f"phalanx: OMP_NUM_THREADS={theirs} is set and overrides {threads} threads per rank", file=sys.stderr)
@@ -703,10 +755,10 @@ def launch_local(
                 host, silence_s, key = nodes.endpoint[0], nodes.silence_s, lambda: known(nodes.directory)
             with StateMemory(store_dir / "state", host, key, silence_s, say) if memory else nullcontext() as kept:
                 if replicas:
-                    if restarts.directory is not None:
+                    if restarts.directory is not None:  # of one node
                         logs.environment = {**environment, GENERATION: claim(restarts.directory)}
                     how = (stopped, replace(restarts, preload=(), directory=None), grace_s, limits, metrics, kept)
-                    return _launch_replicas([module, *argv], *replicas, processes, logs, restarts.preload, *how)
+                    return _launch_replicas([module, *argv], replicas, processes, logs, restarts.preload, nodes, *how)
                 how = (logs, stopped, restarts, grace_s, limits, metrics, kept)
                 attempts = NodeAttempts(nodes, *how) if nodes else Attempts(*how)
                 with attempts.signals.handled(), attempts:

@@ -82,7 +82,7 @@ class AttemptLogs:
     def of_replica(self, replica: int) -> AttemptLogs:
         """Returns the logs of the ranks of one replica, the first of which keeps the terminal."""
         name = f"replica_{replica}"
-        (self._store_dir / name).mkdir()
+        (self._store_dir / name).mkdir(exist_ok=True)
         own = AttemptLogs(self._log_dir / name, self._store_dir / name, self.environment, self.all_ranks)
         own.owns_terminal = replica == 0
         return own

@@ -223,10 +223,10 @@ def listening_socket(port: int, one_node: bool) -> socket.socket:
     return socket.create_server(("127.0.0.1" if one_node else "", port))
 
 
-def served(listener: socket.socket, world: int, seconds: float) -> Store:
-    """Returns a store that serves on a socket that listens, and takes the socket over."""
+def served(listener: socket.socket, world: int, seconds: float, host: str = "127.0.0.1") -> Store:
+    """Returns a store that serves on a socket that listens, at `host` among others, and takes the socket over."""
     port, limit = listener.getsockname()[1], timedelta(seconds=seconds)
-    return TCPStore("127.0.0.1", port, world, True, limit, wait_for_workers=False, master_listen_fd=listener.detach())
+    return TCPStore(host, port, world, True, limit, wait_for_workers=False, master_listen_fd=listener.detach())
 
 
 def connected(host: str, port: int, world: int, seconds: float, *, knocks: bool = True) -> Store | None:

@@ -72,7 +72,8 @@ class Round:
 
     number: int  # from 1
     members: tuple[int, ...]
-    """The slots of the nodes that take part, in the order of their ranks; the host is first."""
+    """The slots of the nodes that take part, in the order of their ranks; the host is first. NOBODY is a place that no
+    node has now, where replicas come and go."""
     reason: str  # why it began; empty for the first one
     address: str
     port: int
@@ -126,7 +127,7 @@ def decode_notice(line: bytes) -> Notice:
 
 
 FIRST_CALL_S = 30.0  # seconds for which the first round waits for more nodes than it needs
-HOST = 0
+HOST, NOBODY = 0, -1
 
 
 @dataclass(frozen=True)
@@ -312,7 +313,6 @@ class HostLink:
 class _Server(QuietServer):
     def __init__(self, address: tuple[str, int], membership: Membership, silence_s: float):
         self.membership, self.silence_s = membership, silence_s
-        self.address_family = socket.getaddrinfo(*address, type=socket.SOCK_STREAM)[0][0]
         super().__init__(address, _Connection)
 
 
@@ -445,6 +445,8 @@ class Nodes:
     words: Callable[[int], tuple[str, ...]]
     """Returns the words that adapt the job to a number of nodes. Raises PhalanxError if none do."""
     directory: Path
+    membership: Callable[[Terms, Plan, str], Membership] = Membership
+    """Makes the host's view of the nodes."""
 
     @property
     def is_host(self) -> bool:
@@ -464,7 +466,7 @@ class Nodes:
         if not self.is_host:
             return GuestLink(self.endpoint, state, self.silence_s, lambda: known(self.directory))
         own = make(self.directory)
-        membership = Membership(self.terms, self._plan, own)
+        membership = self.membership(self.terms, self._plan, own)
         return HostLink(self.endpoint, membership, replace(state, key=own), self.silence_s)
 
     def _plan(self, number: int, members: tuple[int, ...], reason: str) -> Round:

@@ -186,6 +186,10 @@ class QuietServer(socketserver.ThreadingTCPServer):
     daemon_threads = True
     block_on_close = False
 
+    def __init__(self, address: tuple[str, int], handler: type[socketserver.BaseRequestHandler]):
+        self.address_family = socket.getaddrinfo(*address, type=socket.SOCK_STREAM)[0][0]
+        super().__init__(address, handler)
+
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Says nothing: whatever a stranger sends, or however a connection breaks, the run goes on."""
 

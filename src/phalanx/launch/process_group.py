@@ -16,7 +16,7 @@ from torch._C._distributed_c10d import Store  # torch.distributed.*, to the type
 from phalanx.config.cluster import DEVICE_TYPES
 from phalanx.errors import RunError, StoppedError
 from phalanx.launch.meeting import Meeting, failed, missing
-from phalanx.launch.ranks import LOOPBACK, Ranks
+from phalanx.launch.ranks import LOOPBACK, REPLICA, Ranks
 from phalanx.launch.verdict import LostPeerError, lost_line
 
 
@@ -53,7 +53,7 @@ def init(ranks: Ranks, *, device: torch.device, timeout_s: float, store: Store |
         meeting = Meeting(ranks)
         meeting.join(timeout_s, {"backend": backend})
         store = meeting.store
-    if ranks.one_node:
+    if ranks.one_node and REPLICA not in os.environ:  # other replicas may be on other nodes
         os.environ.update(LOOPBACK)
     try:
         # Without device_id: torch would bind NCCL's communicator to the device and split groups off it, which all ranks

@@ -355,7 +355,7 @@ def apply_data_parallel(parts: Construction, objective: Objective) -> Replica:
     sums = GradientSum(
         shard=mesh.axis("shard"),
         # Replicas that synchronize otherwise (train/sync) do not sum their gradients.
-        replicate=Axis("dp_replicate") if layout.sync != "bsp" else mesh.axis("dp_replicate"),
+        replicate=Axis("dp_replicate") if layout.sync != "bsp" else mesh.axis("replicas"),
         dtype=torch.float32 if job.train.gradients == "fp32" else None,
         every_micro_batch=layout.accumulate == "sharded",
         granularity=granularity_of(job.optimizer),
@@ -399,10 +399,14 @@ def apply_data_parallel(parts: Construction, objective: Objective) -> Replica:
 def _compress(parts: Construction, replica: Replica, sums: GradientSum) -> None:
     """Makes replicas compress the gradients that they sum."""
     layout = parts.job.layout
-    if layout.compression == "none" or sums.replicate.size == 1:
+    # FSDP2 sums over the replicas of the mesh only.
+    plain = layout.compression == "none" and not (gathers_parameters(layout) and layout.dp_replicate == 1)
+    if plain or sums.replicate.size == 1:
         return
     width = (sums.dtype or replica.shards[0].value.dtype).itemsize
     replica.compress(CompressedSum(sums.replicate, layout, parts.job.train.seed, replica.shards, width))
+    if layout.compression == "none":
+        return
     how = f"PowerSGD of rank {layout.compression_rank}" if layout.compression == "powersgd" else layout.compression
     start = f" from step {layout.compression_start + 1} on" if layout.compression_start else ""
     parts.log("data parallel: replicas sum matrices' gradients as %s%s", how, start)

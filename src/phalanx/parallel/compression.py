@@ -116,6 +116,7 @@ class CompressedSum:
 
     def _phases(self, summands: Sequence[Summand]) -> Iterator[Pending]:
         lossy, begun = self.layout.compression == "powersgd", self.step >= self.layout.compression_start
+        begun &= self.layout.compression != "none" and self.replicas.size > 1
         compressed = [s for s in summands if begun and (s.shard.name in self.factors if lossy else matrix_of(s.shard))]
         names = {each.shard.name for each in compressed}
         plain = [each.value for each in summands if each.shard.name not in names]

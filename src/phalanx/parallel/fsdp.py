@@ -119,8 +119,9 @@ class ShardedReplica(Replica):
         """Shards the model over the devices beside `host`; `layout` sets the prefetch depth, whether to reshard between
         the passes, and whether shards are in host memory."""
         objective, shard = model.objective, sums.shard
-        # FSDP2 can only sum numbers over replicas: compressed sums follow its reduce-scatters.
-        replicate = sums.replicate if layout.compression == "none" else Axis("dp_replicate")
+        # FSDP2 can only sum numbers over replicas of the mesh: other sums follow its reduce-scatters.
+        by_torch = layout.compression == "none" and layout.dp_replicate > 1
+        replicate = sums.replicate if by_torch else Axis("dp_replicate")
         self.least = bucket_bytes(layout)
         self.shard, self.experts, self.every_micro_batch = shard, sums.experts, sums.every_micro_batch
         self.on_host, self.device = is_offloaded(layout, "parameters"), host.device

@@ -63,6 +63,7 @@ class Mesh:
         for name in self.lines:
             self._axes[name] = self._axis(name)
         self._axes["world"] = Axis("world")
+        self._axes["replicas"] = self._axes["dp_replicate"]
         if self.devices is not None:
             everyone = dist.distributed_c10d._get_default_group()
             self._axes["world"] = self._over("world", everyone.size(), everyone.rank(), everyone)
@@ -92,8 +93,13 @@ class Mesh:
     def axis(self, name: str) -> Axis:
         """Returns the collectives among the ranks that differ from this one only along axis `name`: one of pp,
         dp_replicate, shard (dp_shard × cp), tp, cp, ring, ulysses, ep, ep_near, ep_far, edp, hpz and edp_hpz,
-        hpz_across and edp_hpz_across; `world` is all ranks."""
+        hpz_across and edp_hpz_across; `world` is all ranks, `replicas` those that gradients are also summed over."""
         return self._axes[name]
+
+    def sum_over(self, replicas: Axis) -> None:
+        """Makes `replicas`, of which only this one is part of the mesh, those whose gradients are summed."""
+        replicas.ledger = self.ledger
+        self._axes["replicas"] = replicas
 
     def neighbours(self, name: str, size: int) -> Axis:
         """Returns the collectives among `size` neighbours along an axis: ranks 0 to size - 1 are together, and so on.

@@ -483,18 +483,24 @@ class SynchronousDriver(StepDriver):
     """Finishes each step before the next one begins; where the guard defers, its result is known one step later."""
 
     def steps(self) -> Iterator[tuple[int, Step]]:
-        for done in range(self.first, self.milestones.last):
+        done = self.first
+        while done < self.milestones.last:
             for number, step in self.take(done):
                 if step.requests.void:
                     yield number - 1, step
                     return
                 self.record_step(number, step)
                 yield number, step
+            done = self.after(done)
+
+    def after(self, done: int) -> int:
+        """Returns the steps that are done after the one that followed `done`."""
+        return done + 1
 
     def take(self, done: int) -> Iterable[tuple[int, Step]]:
         """Takes the step after `done` steps; returns those that are known by now."""
         # Independent replicas cannot drop a step alone: they wait until the data come.
-        waits = self.stepper.independent_replicas > 1
+        waits = self.stepper.independent_replicas > 1 or self.stepper.sync is not None
         micro_batches, requests = self.feed.take() if waits else self.feed.take_unless(self._stops), self.requests()
         if micro_batches is None:
             micro_batches, requests = self.feed.blank(), replace(requests, void=True)
@@ -508,19 +514,34 @@ class SynchronousDriver(StepDriver):
         return self.requests().stop
 
 
+@dataclass
 class ElasticDriver(SynchronousDriver):
     """Takes each step with the replicas that are there, and again if one of them is lost in it."""
 
+    def __post_init__(self) -> None:
+        assert self.stepper.elastic is not None, "the job has run.min_replicas"
+        self.replicas = self.stepper.elastic
+
     def take(self, done: int) -> Iterable[tuple[int, Step]]:
-        replicas = self.stepper.elastic
-        assert replicas is not None, "the job has run.min_replicas"
-        while True:
-            replicas.settle()
-            self.feed.divide(replicas.place, done)
+        routing = self.stepper.routing
+        routed = routing.take()
+        while not self.replicas.link.over:
+            self.replicas.settle()
+            done = self.after(done)
+            self.feed.divide(self.replicas.place, done)
             try:
-                return super().take(done)
+                taken = [*super().take(done)]
             except MembershipChangedError:
                 self.stepper.discard()
+                routing.clear()
+            else:
+                routing.add(routed)
+                return taken
+        return ()
+
+    def after(self, done: int) -> int:
+        """As SynchronousDriver's: more where this replica was left behind, and copied the others' state."""
+        return self.milestones.last if self.replicas.link.over else self.replicas.state.step
 
 
 class StreamDriver(StepDriver):

@@ -12,8 +12,9 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import socket
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
@@ -22,25 +23,29 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import PrefixStore  # torch.distributed.*, to the type stubs
+from torch._C._distributed_c10d import AllgatherOptions, PrefixStore  # torch.distributed.*, to the type stubs
 
+from phalanx.comm.axis import Axis, Pending
 from phalanx.config.job import Job
-from phalanx.launch.meeting import connected, listening_socket, served
+from phalanx.errors import NotFiniteError
+from phalanx.launch.meeting import connected, served
 from phalanx.launch.ranks import REPLICA, Ranks
 from phalanx.launch.replicas import ReplicaLink, ReplicaNotice
 from phalanx.launch.verdict import LostPeerError
 from phalanx.launch.watchdog import heartbeat
 from phalanx.launch.watchdog.heartbeat import Phase
-from phalanx.parallel.parameter_shards import ParameterShard
+from phalanx.parallel.compression import join
+from phalanx.parallel.mesh import Mesh
 from phalanx.partition.ramp import ramp_of
 from phalanx.train.agreement import program_facts
-from phalanx.train.requests import Requests
+from phalanx.train.optimizer import ShardedOptimizer
+from phalanx.train.requests import NO_REQUESTS, Requests
 from phalanx.train.run_directory import job_facts
+from phalanx.train.sync import DiLoCo
 
 _SLICE_S = 0.2
 """Seconds between two signs of life while other replicas are waited for."""
 _POLL_S, _JOIN_S = 0.002, 20.0
-_HOST = "127.0.0.1"
 
 
 class MembershipChangedError(Exception):
@@ -55,6 +60,101 @@ def own_job(job: Job) -> Job:
     return replace(job, layout=layout, train=replace(job.train, global_batch=batch.global_batch))
 
 
+class ElasticAxis(Axis):
+    """The ranks with this one's place in the replicas that are there, which change between steps. A sum that fails
+    leaves its tensor as it is, and so do all that follow: `failure` says so at the end of the step."""
+
+    def __init__(self, size: int, timeout_s: float, lost: Callable[[], bool]):
+        super().__init__("dp_replicate", size)
+        self.timeout_s, self.lost = timeout_s, lost
+        self.failure: RuntimeError | None = None
+        self._peers: Any = None
+        self._failed: list[Any] = []  # groups with calls that may still wait: their destructors would, too
+
+    def meet(self, rank: int, size: int, peers: Any) -> None:
+        """Begins anew with a process group; None if it could not be made."""
+        self.rank, self.size, self._peers, self.failure = rank, size, peers, None
+
+    # Calls have memory of their own: one that was given up may still write there.
+
+    def all_reduce(self, x: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Pending:
+        if self.size == 1:
+            return super().all_reduce(x, op)
+        self.count("all_reduce", x)
+        there, options = _on_host(x), dist.AllreduceOptions()
+        options.reduceOp = dist.ReduceOp(op)
+        return _ElasticCall(self, x, there, lambda peers: peers.allreduce([there], options), options)
+
+    def all_gather(self, whole: Tensor, part: Tensor) -> Pending:
+        if self.size == 1:
+            return super().all_gather(whole, part)
+        self.count("all_gather", whole)
+        there, own, options = _on_host(whole), _on_host(part), AllgatherOptions()
+        return _ElasticCall(self, whole, there, lambda peers: peers._allgather_base(there, own, options), options)
+
+    def all_to_all(
+        self,
+        received: Tensor,
+        x: Tensor,
+        received_sizes: Sequence[int] | None = None,
+        sizes: Sequence[int] | None = None,
+    ) -> Pending:
+        assert received_sizes is sizes is None, "equal parts"
+        if self.size == 1:
+            return super().all_to_all(received, x)
+        self.ledger.note(self.name, "all_to_all", x.nbytes - x.nbytes // self.size)
+        there, own, options = _on_host(received), _on_host(x), dist.AllToAllOptions()
+        return _ElasticCall(
+            self, received, there, lambda peers: peers.alltoall_base(there, own, [], [], options), options
+        )
+
+    def broadcast(self, x: Tensor, source: int = 0) -> Pending:
+        there, options = _on_host(x), dist.BroadcastOptions()
+        options.rootRank = source
+        return _ElasticCall(self, x, there, lambda peers: peers.broadcast([there], options), options)
+
+    def begin(self, call: Callable[[Any], Any]) -> Any:
+        """Returns the work of a call; None if it or one before it has failed."""
+        try:
+            if self.failure is None and self._peers is None:
+                raise RuntimeError("a replica was lost before it met the others")
+            return call(self._peers) if self.failure is None else None
+        except RuntimeError as error:
+            return self._fail(error)
+
+    def has(self, work: Any) -> bool:
+        """Waits for the work with signs of life; returns whether it was done, by peers that live and come in time."""
+        while work is not None and self.failure is None:
+            try:
+                work.wait(timedelta(seconds=_SLICE_S))
+                return True
+            except RuntimeError as error:
+                if work.is_completed() or self.lost():
+                    self._fail(error)
+            heartbeat.beat()
+        return False
+
+    def _fail(self, error: RuntimeError) -> None:
+        self._failed.append(self._peers)
+        self.failure = error
+
+
+def _on_host(x: Tensor) -> Tensor:
+    return x.detach().contiguous().to("cpu", copy=True)
+
+
+class _ElasticCall:
+    """A collective of an ElasticAxis in flight: `x` gets what arrives `there`."""
+
+    def __init__(self, axis: ElasticAxis, x: Tensor, there: Tensor, call: Callable[[Any], Any], options: Any):
+        options.timeout = timedelta(seconds=axis.timeout_s)
+        self.axis, self.x, self.there, self.work = axis, x, there, axis.begin(call)
+
+    def wait(self) -> None:
+        if self.axis.has(self.work):
+            self.x.copy_(self.there.view_as(self.x))
+
+
 class ElasticReplicas:
     """One rank's part: its place among the replicas, and the sums over them."""
 
@@ -63,19 +163,19 @@ class ElasticReplicas:
         facts = json.dumps({**program_facts(device), **job_facts(job)}, sort_keys=True)
         digest = hashlib.sha256(facts.encode()).hexdigest()
         self.link = ReplicaLink(json.loads(os.environ[REPLICA]), ranks.rank, digest)
-        self.rank, self.timeout_s = ranks.rank, job.run.timeout_s
-        self.job, self.bucket = own_job(job), int(job.layout.bucket_mb * 2**20)
+        self.rank, self.job = ranks.rank, own_job(job)
+        self.axis = ElasticAxis(job.layout.dp_replicate, job.run.timeout_s, lambda: self.link.lost(self.notice))
+        """The ranks whose gradients this one's are summed with; of all replicas before the first step."""
         self.notice, self.next = ReplicaNotice(), self.link.met
         self.rows = list[dict[str, Any]]()
         """Rows for metrics.jsonl about changes of the members that nobody has written yet."""
         self.began = time.monotonic()
         self.port, self.store = 0, None
         if ranks.rank == 0:
-            with listening_socket(0, one_node=True) as listener:
+            family = socket.getaddrinfo(self.link.address, 0)[0][0]
+            with socket.create_server((self.link.address, 0), family=family) as listener:
                 self.port = listener.getsockname()[1]
-                self.store = served(listener, 1, self.timeout_s)
-        self._group: Any = None
-        self._stuck: list[Any] = []  # groups with calls that still wait: their destructors would, too
+                self.store = served(listener, 1, job.run.timeout_s, self.link.address)
 
     @property
     def place(self) -> tuple[int, int]:
@@ -89,11 +189,9 @@ class ElasticReplicas:
 
     def enter(self, state: Any) -> bool:
         """Waits until this replica takes part, and copies the others' TrainState; returns False if the run is over."""
-        self.state, self.ledger = state, state.stepper.mesh.ledger
+        self.state = state
         self.link.ready(-1 if self.link.copies else state.step, self.port)
-        # Others may take long over a step, or wait for further replicas, which their own watchdogs look after.
-        while self.link.replica not in self.next.members and not self.next.over:
-            self.next = self.link.newer(self.next, heartbeat.beat)
+        self._await_place()
         try:
             if not self.next.over:
                 self.settle()
@@ -101,6 +199,11 @@ class ElasticReplicas:
             if not self.link.over:
                 raise
         return not self.link.over
+
+    def _await_place(self) -> None:
+        # Others may take long over a step, or wait for further replicas, which their own watchdogs look after.
+        while self.link.replica not in self.next.members and not self.next.over:
+            self.next = self.link.newer(self.next, heartbeat.beat)
 
     def settle(self) -> None:
         """Meets the members of the step that begins, if they have changed; those that are new get the state."""
@@ -111,40 +214,53 @@ class ElasticReplicas:
             return
         members, (here, size) = self.notice.members, self.place
         with heartbeat.within(Phase.EXCHANGE):
-            self._group = self._join("sum", range(size))
+            self.axis.meet(here, size, self._join("sum", range(size)))
             new = [place for place, replica in enumerate(members) if replica in self.notice.new]
-            if new and here in (0, *new):
-                self._copy(self._join("copy", [0, *new]))
+            if new and here in (places := [0, *new]):
+                copies = ElasticAxis(len(places), self.axis.timeout_s, self.axis.lost)
+                copies.meet(places.index(here), len(places), self._join("copy", places))
+                self._copy(copies)
         joined = self.notice.new if before.epoch else members
         lost = [each for each in before.members if each not in members or each in joined]
         row = {"members": members, "lost": lost, "joined": joined, "seconds": time.monotonic() - self.began}
-        self.rows.append({"step": self.notice.step, **row})
+        self.rows.append({"step": self.state.step, **row})
 
-    def sum(self, shards: Sequence[ParameterShard], loss: Tensor, requests: Requests) -> Requests:
-        """Sums the gradients of `shards`, the loss and the requests over the replicas, in place; returns the latter.
+    def sum(self, status: Tensor) -> None:
+        """Sums a step's status over the replicas, in place, but for the norm, which is that of their sum. As
+        `exchange`."""
+        norm = status[1].clone()
+        self.exchange(status)
+        status[1] = norm
 
-        Raises MembershipChangedError on all ranks if one of them has not got the sum."""
+    def arrive(self) -> None:
+        """Waits until an exchange opens that this replica takes part in. Raises MembershipChangedError if it was too
+        late for one, and copied the state that the others have after it, or if the run is over."""
+        self.link.arrive(self.notice)
+        self.next = self.link.newer(self.notice, heartbeat.beat)
+        in_time = self.link.replica in self.next.members
+        if not in_time:
+            self._await_place()
+        if not self.next.over:
+            self.settle()
+        if not in_time:
+            raise MembershipChangedError
+
+    def exchange(self, x: Tensor) -> None:
+        """Sums `x` over the replicas, in place, once all sums before it are there. Raises MembershipChangedError on all
+        ranks if one of them has not got one of these."""
         heartbeat.enter(Phase.EXCHANGE)
-        status = torch.tensor([loss.item(), requests.encode()], dtype=torch.float64)
-        failure = None
-        try:
-            for bucket in self._buckets(shards):
-                flat = torch.cat([gradient.flatten() for gradient in bucket])
-                self._all_reduce(flat)
-                for gradient, part in zip(bucket, flat.split([g.numel() for g in bucket]), strict=True):
-                    gradient.copy_(part.view_as(gradient))
-            with self.ledger.untracked():
-                self._all_reduce(status)
-        except RuntimeError as error:
-            failure = error
-        self.link.vote(self.notice, summed=failure is None)
+        if self.next.epoch != self.notice.epoch:  # since the exchange before it in this step
+            raise MembershipChangedError
+        self.notice = self.next
+        with self.axis.ledger.untracked():
+            self.axis.all_reduce(x).wait()
+        failure = self.axis.failure
+        self.link.vote(self.notice, self.state.step, summed=failure is None)
         self.next = self.link.newer(self.notice, heartbeat.beat)
         if self.next.step == self.notice.step:
             if failure is not None and self.next.members == self.notice.members:
                 raise failure  # nobody was lost
             raise MembershipChangedError
-        loss.fill_(status[0])
-        return Requests.decode(status[1].item())
 
     def finish(self) -> None:
         """Ends the run for all; the others wait until the first one has saved it. Raises LostPeerError without that."""
@@ -156,52 +272,15 @@ class ElasticReplicas:
             heartbeat.beat()
             time.sleep(_POLL_S)
 
-    def _buckets(self, shards: Sequence[ParameterShard]) -> Iterator[list[Tensor]]:
-        bucket, size = list[Tensor](), 0
-        for shard in reversed(shards):
-            if (gradient := shard.gradient) is not None and gradient.numel():
-                if bucket and (size + gradient.nbytes > self.bucket or gradient.dtype != bucket[0].dtype):
-                    yield bucket
-                    bucket, size = [], 0
-                bucket.append(gradient)
-                size += gradient.nbytes
-        if bucket:
-            yield bucket
-
-    def _all_reduce(self, flat: Tensor) -> None:
-        if (size := self.place[1]) == 1:
-            return
-        self.ledger.add("dp_replicate", "all_reduce", flat.nbytes, size)
-        there, options = flat.cpu(), dist.AllreduceOptions()  # gloo's
-        self._wait(self._group, lambda group: group.allreduce([there], options), options)
-        if there is not flat:
-            flat.copy_(there)
-
-    def _wait(self, group: Any, call: Callable[[Any], Any], options: Any) -> None:
-        """Makes a call of a group, and waits for it with signs of life. Raises RuntimeError if a peer is lost, or does
-        not come in time."""
-        if group is None:
-            raise RuntimeError("a replica was lost before it met the others")
-        options.timeout = timedelta(seconds=self.timeout_s)
-        work = call(group)
-        while True:
-            try:
-                work.wait(timedelta(seconds=_SLICE_S))
-                return
-            except RuntimeError:
-                if work.is_completed() or self.link.lost(self.notice):
-                    if not work.is_completed():
-                        self._stuck.append(group)
-                    raise
-            heartbeat.beat()
-
     def _join(self, name: str, places: Sequence[int]) -> Any:
         """Returns the group of the ranks that have this one's place in the worlds of some members; None if it cannot
         be made. All of them call it."""
         if len(places) == 1:
             return None
         with suppress(RuntimeError, OSError):
-            store = self.store if self.leads and self.store else connected(_HOST, self.notice.port, 1, _JOIN_S)
+            store = (
+                self.store if self.leads and self.store else connected(self.notice.host, self.notice.port, 1, _JOIN_S)
+            )
             if store is None:
                 return None
             prefixed = PrefixStore(f"{self.notice.epoch}/{name}/{self.rank}", store)
@@ -216,29 +295,51 @@ class ElasticReplicas:
             return dist.ProcessGroupGloo(prefixed, places.index(self.place[0]), len(places), timedelta(seconds=_JOIN_S))
         return None
 
-    def _copy(self, group: Any) -> None:
+    def _copy(self, axis: ElasticAxis) -> None:
         """Copies the state of the first member to the new ones. Raises LostPeerError on these if that fails."""
-        sends, options = self.leads, dist.BroadcastOptions()
-        options.rootRank = 0
+        sends = self.leads
 
         def copied(tensor: Tensor) -> Tensor:
-            there = tensor.detach().contiguous().view(-1).cpu()
-            self._wait(group, lambda group: group.broadcast([there], options), options)
-            return there
+            axis.broadcast(tensor).wait()
+            if axis.failure is not None and not sends:  # or a new member is lost: this step's sum will say so
+                raise LostPeerError(f"a replica was lost whose state this one copied: {axis.failure}")
+            return tensor
 
-        try:
-            content = bytearray(json.dumps(self.state.meta()).encode() if sends else b"")
-            content += bytes(int(copied(torch.tensor([len(content)])).item()) - len(content))
-            content = copied(torch.frombuffer(content, dtype=torch.uint8)).numpy().tobytes()
-            own = self.state.tensors() if sends else self.state.adopt(json.loads(content), self.notice.step)
-            for tensor in own:
-                if tensor.numel():
-                    there = copied(tensor)
-                    if not sends:
-                        tensor.copy_(there.view_as(tensor))
-        except RuntimeError as error:
-            if sends:  # a new member is lost: the sum of this step will say so
-                return
-            raise LostPeerError(f"a replica was lost whose state this one copied: {error}") from error
+        content = bytearray(json.dumps({"step": self.state.step, **self.state.meta()}).encode() if sends else b"")
+        content += bytes(int(copied(torch.tensor([len(content)])).item()) - len(content))
+        meta = json.loads(copied(torch.frombuffer(content, dtype=torch.uint8)).numpy().tobytes())
+        for tensor in self.state.tensors() if sends else self.state.adopt(meta, meta["step"]):
+            if tensor.numel():
+                copied(tensor)
         if not sends:
             self.state.stepper.reload()
+
+
+class ElasticDiLoCo(DiLoCo):
+    """DiLoCo whose outer steps take the replicas that arrive in time."""
+
+    def __init__(
+        self, job: Job, mesh: Mesh, optimizer: ShardedOptimizer, device: torch.device, elastic: ElasticReplicas
+    ):
+        super().__init__(job, mesh, optimizer, device)
+        self.elastic, self.replicas = elastic, elastic.axis
+
+    def after_update(self, step: int, requests: Requests, problem: str) -> Requests:
+        """As LocalSGD's. Raises MembershipChangedError where this replica was too late."""
+        self.problem = self.problem or problem
+        if not self.is_due(step):
+            return NO_REQUESTS
+        heartbeat.enter(Phase.EXCHANGE)
+        while True:
+            self.elastic.arrive()
+            gradient = self.anchor - join(self.values)
+            self.replicas.all_reduce(gradient).wait()
+            asked = torch.tensor([requests.encode(), float(bool(self.problem))], dtype=torch.float64)
+            with suppress(MembershipChangedError):
+                self.elastic.exchange(asked)
+                break
+        if asked[1]:
+            raise NotFiniteError(self.problem or "another replica has met a loss or gradient that is not finite")
+        self.move(gradient)
+        self.optimizer.write()
+        return Requests.decode(asked[0].item())

@@ -192,6 +192,10 @@ class Feed:
         replicas = self.job.layout.independent_replicas
         if replicas == 1:
             samples = self.samples(done)
+            if self.job.layout.sync != "bsp":  # replicas that come and go
+                size = self.ramp.at(done).batch.micro_batch * self.mesh.data_ranks
+                rounds, (member, most) = len(samples) // size, self.members
+                samples = samples[rounds * member // most * size : rounds * (member + 1) // most * size]
             return self._valid(samples.start, len(samples))
         return replicas * self.share_tokens(done * replicas + self.mesh.coordinates[self.job.layout.replica_axis])
 

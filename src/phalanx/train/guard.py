@@ -38,7 +38,7 @@ from torch import Tensor
 from phalanx.check.job import unguarded
 from phalanx.comm.axis import Axis
 from phalanx.config.job import GuardOptions
-from phalanx.errors import CorruptionError, NotFiniteError, SpikeError
+from phalanx.errors import CorruptionError, NotFiniteError, RunError, SpikeError
 from phalanx.launch.watchdog import heartbeat
 from phalanx.launch.watchdog.heartbeat import Phase
 from phalanx.model.moe import Statistics
@@ -565,7 +565,14 @@ class Guard:
         """Compares the replicas of parameters and moments after step `step`, before they are saved. Raises Rewind or
         CorruptionError as `step` does."""
         if self.options.every and (differences := self.replicas.differing(gradients=False)):
+            self._leave_if_corrupt(differences)
             self._answer_corruption(differences, step)
+
+    def _leave_if_corrupt(self, differences: Sequence[Difference]) -> None:
+        """Ends a replica that comes and goes: the others know nothing of it, and it copies their state when it is
+        back."""
+        if differences and self.stepper.elastic:
+            raise RunError(f"{_describe(differences)}: this replica leaves, to copy the state of another")
 
     def _judge(self, computed: Computed) -> Attempt:
         """Returns an attempt with the doubt that its loss and norm raise."""
@@ -601,6 +608,7 @@ class Guard:
         if not self.options.every:
             return []
         differences = self.replicas.differing(gradients=True)
+        self._leave_if_corrupt(differences)
         attempt.differences = [difference for difference in differences if difference.kind == GRADIENT]
         if attempt.differences:
             attempt.kind, attempt.doubt = "differs", _describe(attempt.differences)
@@ -635,6 +643,8 @@ class Guard:
         differ = (~one.agrees(other, exact=self.exact).all()).long()
         with self.stepper.mesh.ledger.untracked():
             self.world.all_reduce(differ).wait()
+            if self.stepper.elastic:
+                self.stepper.elastic.exchange(differ)
         return not differ.item()
 
     def _report_transient(self, attempts: Sequence[Attempt], number: int) -> None:

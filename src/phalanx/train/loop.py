@@ -52,13 +52,14 @@ class Trainer:
         self.ramp = ramp_of(job)
         own = self.replicas.job if self.replicas else job  # the layout and batch of this rank's world
         self.mesh = meshes.build(own.layout, device.type)
+        if self.replicas:
+            self.mesh.sum_over(self.replicas.axis)
         self.train_data, self.val_data = open_data(job, self.directory, ranks)
         index = self.train_data.index
         on_rank_zero(lambda: start.keep_tokenizer(job, self.train_data, self.directory))
         vocab_size = on_rank_zero(lambda: start.vocabulary_of(job, self.directory, index.vocab_size))
         start.log_start(job, device, self.ramp.phases[-1].batch, self.train_data, vocab_size)
-        self.stepper = Stepper(own, self.mesh, device, vocab_size)
-        self.stepper.elastic = self.replicas
+        self.stepper = Stepper(own, self.mesh, device, vocab_size, elastic=self.replicas)
         self.state = TrainState(self.stepper, index.fingerprint, vocab_size)
         self.state.job = job
         self.milestones = Milestones.of(job)
@@ -149,7 +150,7 @@ class Trainer:
             requests = partial(rollouts.requests, self.requests, lambda: state.step)
             record = partial(rollouts.record, recorder.step)
         with (rollouts.feed if rollouts else Feed)(
-            *(self.job, self.train_data, self.ramp, self.mesh, recorder.meter),
+            *(self.replicas.job if self.replicas else self.job, self.train_data, self.ramp, self.mesh, recorder.meter),
             first_step=state.step,
             first_sample=state.samples,
             readers=self.readers,

@@ -40,7 +40,7 @@ from phalanx.partition.documents import Numbers, Places, assign, keys_seen
 from phalanx.partition.tensor_slices import cp_coordinates, rank_positions, rank_share
 from phalanx.techniques.catalogue import updates_of
 from phalanx.techniques.memory import offload_problems, with_offload
-from phalanx.train.elastic import ElasticReplicas
+from phalanx.train.elastic import ElasticDiLoCo, ElasticReplicas
 from phalanx.train.optimizer import ShardedOptimizer
 from phalanx.train.requests import NO_REQUESTS, Requests
 from phalanx.train.residence import InFiles, OnDevice, OnHost
@@ -257,8 +257,17 @@ class Computed:
 class Stepper:
     """A job's model with its optimizer, distributed as the layout says, on one rank."""
 
-    def __init__(self, job: Job, mesh: Mesh, device: torch.device, vocab_size: int, dtype: torch.dtype | None = None):
-        """`dtype`: the parameters' type, if it is not the one that the job's precision has."""
+    def __init__(
+        self,
+        job: Job,
+        mesh: Mesh,
+        device: torch.device,
+        vocab_size: int,
+        dtype: torch.dtype | None = None,
+        elastic: ElasticReplicas | None = None,
+    ):
+        """`dtype`: the parameters' type, if it is not the one that the job's precision has. `elastic`: replicas that
+        come and go, each with a stepper of its own."""
         self.job, self.mesh, self.device, self.vocab_size = job, mesh, device, vocab_size
         dtype = dtype or DTYPES[job.train.precision]
         with torch.device("meta"):
@@ -297,10 +306,11 @@ class Stepper:
         """Of micro-batches cut by documents since a step was recorded, the most pairs of queries and keys of a ring
         position over their mean."""
         self.independent_replicas = job.layout.independent_replicas
-        self.elastic: ElasticReplicas | None = None
-        """Sums over replicas that come and go, each with a stepper of its own; None without."""
+        self.elastic = elastic
         self.sync: LocalSGD | None = None
-        if job.layout.sync in ("local_sgd", "diloco"):
+        if elastic and job.layout.sync == "diloco":
+            self.sync = ElasticDiLoCo(job, mesh, self.optimizer, device, elastic)
+        elif job.layout.sync in ("local_sgd", "diloco"):
             kind = LocalSGD if job.layout.sync == "local_sgd" else DiLoCo
             self.sync = kind(job, mesh, self.optimizer, device)
         elif job.layout.axes.sizes:
@@ -383,8 +393,7 @@ class Stepper:
         # Where ranks hold whole gradients, the optimizer does not wait for the requests: NaN keeps it from writing.
         loss = self.gradients(inputs.micro_batches, inputs.step, math.nan if inputs.requests.void else tokens)
         heartbeat.enter(Phase.EXCHANGE)
-        requests = self.elastic.sum(self.trained, loss, inputs.requests) if self.elastic else inputs.requests
-        status = self.status(loss, requests)
+        status = self.status(loss, inputs.requests)
         return Computed(inputs, loss, tokens, *status, self.replica.objective.compared)
 
     def finish(self, computed: Computed) -> Step:
@@ -417,7 +426,7 @@ class Stepper:
     @property
     def launches(self) -> bool:
         """Whether `launch` can take the steps: the host decides nothing in them, and updates nothing itself."""
-        return self.optimizer.skips and self.sync is None and self.stashing is None
+        return self.optimizer.skips and self.sync is None and self.stashing is None and self.elastic is None
 
     def launch(self, computed: Computed) -> None:
         """Updates the parameters with a step's gradients as `finish` does, but the host waits for nothing, and the
@@ -466,6 +475,8 @@ class Stepper:
             status = torch.cat((status, compared.take(status) * self.mesh.owns_loss))
         elif self.job.model.mtp:
             status = torch.cat((status, self.replica.objective.take_further(status) * self.mesh.owns_loss))
+        if self.elastic and not self.sync:
+            self.elastic.sum(status)
         return square, status, self._reduce(status)
 
     def restart(self) -> None:

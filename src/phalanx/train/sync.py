@@ -54,13 +54,16 @@ class LocalSGD:
         Raises NotFiniteError on every rank, at the first synchronization after any replica's problem.
         """
         self.problem = self.problem or problem
-        if (step + 1) % self.every and step + 1 != self.steps:
+        if not self.is_due(step):
             return NO_REQUESTS
         requests = synchronize(self.replicas, self.device, requests, self.problem)
         if any(value.numel() for value in self.values):
             self.agree()
             self.optimizer.write()
         return requests
+
+    def is_due(self, step: int) -> bool:
+        return not (step + 1) % self.every or step + 1 == self.steps
 
     @torch.no_grad()
     def agree(self) -> None:
@@ -111,6 +114,11 @@ class DiLoCo(LocalSGD):
     def agree(self) -> None:
         gradient = self.anchor - join(self.values)
         self.replicas.all_reduce(gradient).wait()
+        self.move(gradient)
+
+    @torch.no_grad()
+    def move(self, gradient: torch.Tensor) -> None:
+        """Takes the outer optimizer's step with the replicas' sum of what they have moved by."""
         gradient.div_(self.replicas.size)
         # Nesterov momentum in the form of torch.optim.SGD.
         self.momentum.mul_(self.decay).add_(gradient)
