@@ -55,7 +55,7 @@ from phalanx.simulate import goodput, slices
 from phalanx.simulate.goodput import LLAMA_3_RATE, Goodput, best
 from phalanx.simulate.step import AXES, Disturbance, Figures, check, figures, simulate
 from phalanx.simulate.timeline import Timeline
-from phalanx.units import aligned, gib
+from phalanx.units import aligned, figure, gib
 from phalanx.validation import table
 
 if TYPE_CHECKING:
@@ -312,7 +312,7 @@ def report(spec: StepSpec, prediction: Prediction, traffic: dict[str, dict[str, 
         spec.batch.equation(),
         *([f"{who} {trained_text(spec.model)}"] if spec.model.freezes else []),
         "",
-        f"step time: {step:.4g} s ({low * step:.4g} to {high * step:.4g})  "
+        f"step time: {figure(step, 4)} s ({figure(low * step, 4)} to {figure(high * step, 4)})  "
         f"tps: {prediction.tokens_per_s_per_device:,.0f}  tps_total: {prediction.tokens_per_s:,.0f}  "
         f"tflops: {prediction.tflops_per_device:.1f}  mfu: {prediction.mfu:.1%}  hfu: {prediction.hfu:.1%}  "
         f"bubble: {prediction.bubble:.1%}",
@@ -420,7 +420,7 @@ def run_plan(words: Words) -> int:
         ]
         rows = [
             ("*" if taken else " ", *(f"{name}={value}" for name, value in fields.items()))
-            + ((f"{best.seconds:.4g} s", best.layout.line()) if best else ("does not fit", ""))
+            + ((f"{figure(best.seconds, 4)} s", best.layout.line()) if best else ("does not fit", ""))
             for fields, taken, best in found
         ]
         text = "\n".join([text, "", f"{what}, each with its fastest layout (* taken):", *aligned(rows)])
