@@ -43,9 +43,9 @@ def seconds(value: float) -> str:
     return f"{figure(value / 86400)} days"
 
 
-def figure(value: float) -> str:
-    """Formats a number with three digits, or all before the point."""
-    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+def figure(value: float, digits: int = 3) -> str:
+    """Formats a number with so many digits, or all before the point."""
+    return f"{value:,.0f}" if value >= 10 ** (digits - 1) else f"{value:.{digits}g}"
 
 
 def duration(value: float, digits: int = 3) -> str:

@@ -112,7 +112,7 @@ def test_predict_and_plan_print_it(verb: str, capsys: pytest.CaptureFixture[str]
     assert "run" not in json.loads(capsys.readouterr().out)
 
 
-def test_a_table_has_it_as_columns(tmp_path: Path) -> None:
+def test_a_table_has_it_as_columns(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     table, out = tmp_path / "in.csv", tmp_path / "out.csv"
     columns = "model_name,gpu,n_gpus,dp,zero_stage,micro_batch,global_batch_seqs,precision"
     rows = [f"{model},H100,64,64,3,1,128,bf16" for model in ("llama3-8b", "no-such")]
@@ -126,6 +126,13 @@ def test_a_table_has_it_as_columns(tmp_path: Path) -> None:
     assert first["pred_run_co2_kg"] == second["pred_run_price"] == ""
     assert main(words[:-2]) == 0
     assert "pred_run_price" not in out.read_text()
+    capsys.readouterr()
+    assert main([*words[:-2], "cluster.price_per_device_hour=2", "tp=2"]) == 2
+    told = capsys.readouterr().err
+    for word in ("cluster.price_per_device_hour=2", "tp=2"):
+        assert f"{word}: no effect with --table, but for prices, power and carbon with --tokens" in told
+    assert main([*words, "--framework", "nemo"]) == 2
+    assert "--table excludes --framework" in capsys.readouterr().err
 
 
 def test_a_row_s_machine_keeps_what_a_user_does_not_state() -> None:

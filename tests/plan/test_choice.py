@@ -13,7 +13,7 @@ from phalanx.config.layout import Layout
 from phalanx.cost.prediction import step_parts
 from phalanx.cost.rank_memory import needed_bytes
 from phalanx.plan.alternatives import FASTEST, FILLS, differences
-from phalanx.plan.branch import Search
+from phalanx.plan.branch import Search, same_passes, simulated
 from phalanx.plan.notes import NO_HEADROOM
 from phalanx.plan.plan import Alternative, Candidate, Plan
 from phalanx.plan.planner import search
@@ -100,6 +100,16 @@ def test_the_fastest_is_named_with_the_reason_for_the_simpler() -> None:
     assert told.candidate is fastest
     assert plan.notes[0].startswith("The fastest layout found")
     assert simpler_because(plan.best[0].spec, fastest.spec) in plan.notes[0]
+
+
+def test_every_layout_of_the_tie_band_is_simulated() -> None:
+    space = Search(asked("llama3-70b", "dgx-h100:8", 256))
+    assert space.parts is not None
+    found = space.best(space.parts[0])
+    near = {same_passes(spec.layout) for spec, seconds in found.predicted if seconds <= found.least * (1 + TIED.alike)}
+    timed = {same_passes(one.layout) for one in simulated(found, TIED)}
+    assert len(near) > 5
+    assert near <= timed
 
 
 def test_exotic_takes_the_fastest() -> None:

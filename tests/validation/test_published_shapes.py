@@ -91,8 +91,14 @@ def test_a_point_between_digits_is_not_lost():
     assert plain("OPT-1.3B v.2") == "opt1p3bv2"
 
 
+@pytest.mark.parametrize("name", ["GLM-5.3 flash", "Kimi K2.5", "DeepSeek-V4-Pro", "Kimi K3"])
+def test_another_version_is_not_taken_for_a_known_model(name):
+    assert key_of(name) is None
+
+
 def test_what_stands_for_something_else_says_so():
-    assert "linear attention" in remark("qwen3next")
+    assert "squared ReLU" in remark("nemotron4340b")
+    assert not remark("qwen3next")
     assert not remark("nemotron3super")
     assert not remark("llama38b")
 

@@ -236,6 +236,12 @@ def test_lora_computes_no_gradients_of_frozen_weights():
     assert 2 / 3 < reading.tflops(1.0) / read(ROW).tflops(1.0) < 0.8
 
 
+@pytest.mark.parametrize("device", ACCELERATORS)
+def test_every_known_device_is_read_in_other_spellings(device):
+    for name in (device, device.replace("-", " ").upper(), f"NVIDIA {device.replace('-', '')}"):
+        assert read(row(gpu=name, n_gpus="64", precision="bf16")).spec.cluster.accelerator.name == device
+
+
 def test_a_bad_row_says_all_that_is_wrong():
     told = problems(gpu="a fast one", n_gpus="sixty", tp="3.5")
     assert "n_gpus: expected a number above 0, found 'sixty'" in told
@@ -246,9 +252,10 @@ def test_a_bad_row_says_all_that_is_wrong():
 @pytest.mark.parametrize(
     ("changed", "said"),
     [
-        ({"gpu": "RTX 4090"}, "gpu: 'RTX 4090' is not a known device"),
-        ({"gpu": "h-200"}, "did you mean h200?"),
-        ({"model_name": "lama3-8b"}, "did you mean llama38b?"),
+        ({"gpu": "RTX 4090D"}, "gpu: 'RTX 4090D' is not a known device"),
+        ({"gpu": "trainum2"}, "did you mean trainium2?"),
+        ({"model_name": "lama3-8b"}, "did you mean llama3-8b?"),
+        ({"model_name": "DeepSeek V4"}, "deepseek_v4: its attention to compressed keys"),
         ({"dp": "16"}, "nearest dp: 32"),
         ({"n_gpus": "63"}, "n_gpus is 63; nearest n_gpus: 64"),
         ({"global_batch_seqs": "100"}, "nearest: 96"),

@@ -42,6 +42,24 @@ def test_a_row_gets_its_prediction_beside_what_it_says():
     assert "gpu" not in summary.missing
 
 
+@pytest.mark.parametrize(
+    ("head", "said"),
+    [
+        ("model_name;gpu;n_gpus\n", "cells are separated by ';', not by commas"),
+        ("model_name\tgpu\tn_gpus\n", r"cells are separated by '\\t', not by commas"),
+        ("model_name,gpu,GPU,n_gpus\n", "names columns twice: gpu"),
+    ],
+)
+def test_a_first_line_that_is_not_a_table_s_says_why(head: str, said: str):
+    with pytest.raises(JobError, match=said):
+        written(head)
+
+
+def test_a_column_that_is_not_read_comes_with_the_nearest():
+    _, summary = written("model,gpu,n_gpus,colour\nllama3-8b,H100,8,red\n")
+    assert "columns that are not read: model (model_name?), colour" in str(summary)
+
+
 def test_figures_agree_with_each_other():
     (one,), _ = written(HEAD + GOOD)
     seconds = float(one["pred_step_time_s"])

@@ -31,7 +31,7 @@ from phalanx.data.settings import vocabulary_size
 from phalanx.echo import echo
 from phalanx.errors import JobError
 from phalanx.partition.derived import solve
-from phalanx.units import counted, gib
+from phalanx.units import counted, figure, gib
 
 WIDTH = 110
 """Columns of a line with its comment."""
@@ -167,7 +167,7 @@ def planned_job(job: NewJob, path: Path, *, plans: bool) -> tuple[LoadedJob, str
     best = plan.best[0]
     chosen = with_layout(known if job.cluster != HERE else loaded, best.layout, worlds, "planned")
     memory = f"{gib(best.prediction.fullest.peak)} of {gib(best.prediction.memory_limit)} per device"
-    return chosen, f"predicted: {best.seconds:.3g} s per step, {best.tokens_per_s:,.0f} tokens/s in all, {memory}"
+    return chosen, f"predicted: {figure(best.seconds)} s per step, {best.tokens_per_s:,.0f} tokens/s in all, {memory}"
 
 
 def _fields(job: NewJob) -> dict[str, str]:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import inf, isfinite, prod
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 from phalanx.axes.catalogue import unbalanced
 from phalanx.blocks.parameters import count, count_active, count_trained, trained_text
 from phalanx.check.job import optimizer_problems
-from phalanx.check.load import LoadedJob
+from phalanx.check.load import RESOLVED, LoadedJob
 from phalanx.cli import foreign, sweep
 from phalanx.cli.auto_layout import calibration_document, check_calibration, fixed_of, on_known_devices, worlds_of
 from phalanx.cli.files import DARK, OutputFiles
@@ -26,7 +26,7 @@ from phalanx.config.job import Job, Optimizer
 from phalanx.cost.breakdown import completions_line, document, duration, memory_lines, slow_format, subject, time_lines
 from phalanx.cost.frameworks import FRAMEWORKS, PHALANX, calibrated
 from phalanx.cost.job_spec import step_spec
-from phalanx.cost.money import Prices, amount, is_asked, run_cost, tokens_of
+from phalanx.cost.money import FIGURES, Prices, amount, is_asked, run_cost, tokens_of
 from phalanx.cost.prediction import Prediction, predict
 from phalanx.cost.spec import StepSpec
 from phalanx.cost.state_formulas import by_stage
@@ -55,7 +55,7 @@ from phalanx.simulate import goodput, slices
 from phalanx.simulate.goodput import LLAMA_3_RATE, Goodput, best
 from phalanx.simulate.step import AXES, Disturbance, Figures, check, figures, simulate
 from phalanx.simulate.timeline import Timeline
-from phalanx.units import aligned, gib
+from phalanx.units import aligned, figure, gib
 from phalanx.validation import table
 
 if TYPE_CHECKING:
@@ -169,6 +169,7 @@ def run(words: Words) -> int:
         return _swept(words)
     if options["table"]:
         prices = Prices(job.cluster, options["tokens"])
+        _check_of_table(words)
         return table.run(options["table"], options["out"], prices, as_json=words.as_json, progress=stderr_progress)
     if options["largest"]:
         words.show(*_largest(job, options["largest"]))
@@ -215,10 +216,25 @@ def run(words: Words) -> int:
     return DoesNotFitError.exit_code
 
 
+def _check_of_table(words: Words) -> None:
+    """Raises JobError for words that a table's rows leave without an effect: all but what a run costs."""
+    _check_alone(words, "table", words.stated - {"table", "out", "tokens"})
+    counted = {f"cluster.{name}" for name in FIGURES} if words.options["tokens"] else set[str]()
+    stated = (origin for path, origin in words.loaded.origins.items() if path not in counted)
+    idle = dict.fromkeys(origin for origin in stated if not origin.startswith(RESOLVED))
+    if idle:
+        why = "no effect with --table, but for prices, power and carbon with --tokens"
+        raise JobError([f"{origin}: {why}" for origin in idle])
+
+
+def _check_alone(words: Words, option: str, clashing: Collection[str]) -> None:
+    if clashing:
+        raise JobError(f"--{option} excludes {', '.join(map(flag_of, sorted(clashing)))}")
+
+
 def _swept(words: Words) -> int:
     """Predicts the combinations of --sweep."""
-    if clashing := sorted(words.stated & {"from", "ignore", "largest", "out", "picture", "table", "tokens"}):
-        raise JobError(f"--sweep excludes {', '.join(map(flag_of, clashing))}")
+    _check_alone(words, "sweep", words.stated & {"from", "ignore", "largest", "out", "picture", "table", "tokens"})
     files = OutputFiles.of(words, "svg")
 
     def predicted(job: Job) -> tuple[Prediction, float]:
@@ -296,7 +312,7 @@ def report(spec: StepSpec, prediction: Prediction, traffic: dict[str, dict[str, 
         spec.batch.equation(),
         *([f"{who} {trained_text(spec.model)}"] if spec.model.freezes else []),
         "",
-        f"step time: {step:.4g} s ({low * step:.4g} to {high * step:.4g})  "
+        f"step time: {figure(step, 4)} s ({figure(low * step, 4)} to {figure(high * step, 4)})  "
         f"tps: {prediction.tokens_per_s_per_device:,.0f}  tps_total: {prediction.tokens_per_s:,.0f}  "
         f"tflops: {prediction.tflops_per_device:.1f}  mfu: {prediction.mfu:.1%}  hfu: {prediction.hfu:.1%}  "
         f"bubble: {prediction.bubble:.1%}",
@@ -404,7 +420,7 @@ def run_plan(words: Words) -> int:
         ]
         rows = [
             ("*" if taken else " ", *(f"{name}={value}" for name, value in fields.items()))
-            + ((f"{best.seconds:.4g} s", best.layout.line()) if best else ("does not fit", ""))
+            + ((f"{figure(best.seconds, 4)} s", best.layout.line()) if best else ("does not fit", ""))
             for fields, taken, best in found
         ]
         text = "\n".join([text, "", f"{what}, each with its fastest layout (* taken):", *aligned(rows)])

@@ -96,14 +96,15 @@ def unknown(text: str) -> str:
     from phalanx.config.hugging_face.families import REFUSED
 
     name = text.lower().rpartition("/")[2]
-    kinds = [kind for kind in REFUSED if _words(kind) == _words(name)[: len(_words(kind))]]
+    several = {kind for kind in REFUSED if len(_words(kind)) > 1 and plain_name(name).startswith(plain_name(kind))}
+    kinds = [kind for kind in REFUSED if kind in several or _words(kind) == _words(name)[:1]]
+    same = [known for known in CATALOGUE if _words(known)[0] == _words(name)[0]]
     kind = max(kinds, key=len, default="")  # of several words it is sure: qwen3-vl-8b is no slip of qwen3-8b
-    if len(_words(kind)) < 2 and (meant := likely(text)):
+    if kind not in several and (meant := likely(text)):
         found = f"did you mean {meant}?"
-    elif kind:
+    elif kind in several or (kind and not same):
         found = f"{kind}: {REFUSED[kind]};"
     else:
-        same = [known for known in CATALOGUE if _words(known)[0] == _words(name)[0]]
         found = f"there are {', '.join(same)};" if same else ""
     return f"; {found} `phalanx models` lists all" if found else "; `phalanx models` lists all"
 

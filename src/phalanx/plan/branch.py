@@ -54,7 +54,7 @@ ROW_BLOCK = 1_000_000
 """Layouts that are bounded at a time."""
 FIRST_TIMED = 128
 """Layouts whose schedules' programs are run first, those with the lowest bounds; then twice as many, and so on."""
-LEAN_BLOCK, LEAN_PAIRS, LEAN_LAYOUTS = 64, 1024, 1200
+LEAN_BLOCK, LEAN_PAIRS, LEAN_LAYOUTS = 64, 256, 1200
 """Pairs at a time, most pairs and most layouts that are examined for the one that needs the least memory."""
 GAIN = 0.995
 """Factor on the best time below which a layout is simulated during the search."""

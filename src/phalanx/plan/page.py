@@ -17,7 +17,7 @@ from phalanx.errors import JobError
 from phalanx.partition.derived import MODES, PARTS, legal_modes, solve, tier_of
 from phalanx.plan.plan import Alternative, Candidate, Plan
 from phalanx.techniques.memory import CHEAPEST_FIRST, can_offload
-from phalanx.units import gib, seconds
+from phalanx.units import figure, gib, seconds
 
 MOST_CHANGES = 5
 """Most settings that are changed together if none alone suffices, before parts leave the device."""
@@ -191,7 +191,7 @@ def shortfall(spec: StepSpec) -> str:
                 host, disk = (gib(after.tiers[tier][0]) for tier in ("host", "disk"))
                 text += (
                     f"\n  fits with layout.offload_to={FOLDER}, a folder on a local disk: {host} of host memory and "
-                    f"{disk} of disk, {after.step_time_s:.3g} s per step"
+                    f"{disk} of disk, {figure(after.step_time_s)} s per step"
                 )
         return text
     over = fullest.needed - prediction.memory_limit
@@ -208,7 +208,7 @@ def shortfall(spec: StepSpec) -> str:
         known = {"fits": "fits with", "tight": "fits, but tightly, with"}
         verdict = known.get(change.verdict, "still does not fit; the least memory has")
         size = f"{gib(change.needed)} and up to {gib(change.peak)}" if change.verdict == "tight" else gib(change.peak)
-        lines.append(f"  {verdict} {change.change}: {size}, {change.step_time_s:.3g} s per step")
+        lines.append(f"  {verdict} {change.change}: {size}, {figure(change.step_time_s)} s per step")
     return "\n".join([text, *(lines or ["  no change of the settings helps: use more devices, or a smaller model"])])
 
 

@@ -27,12 +27,11 @@ from phalanx.config.cluster import Accelerator
 from phalanx.config.job import Optimizer
 from phalanx.config.model import MLA, LoRA, Mamba, ModelConfig, MoE, SparseAttention
 from phalanx.config.precision import Products
-from phalanx.config.presets import PRESETS, gpt_kind, llama_kind
+from phalanx.config.presets import PRESETS, gpt_kind, llama_kind, unknown
 from phalanx.config.values import yaml_data
 from phalanx.cost.frameworks import as_recipe, calibrated
 from phalanx.cost.spec import StepSpec, as_used_by
 from phalanx.errors import JobError
-from phalanx.nearest import did_you_mean
 from phalanx.validation import row_layout
 from phalanx.validation.row_layout import Cells
 
@@ -146,9 +145,7 @@ def shapes() -> dict[str, ModelConfig]:
         if shape.vocab_size  # those without one are small ones for tests
     }
     found["glm5"] = replace(found["glm5"], sparse=SparseAttention())  # before the last phases of its training
-    short = {"qwen330b": "qwen3-30b-a3b", "qwen3235b": "qwen3-235b-a22b", "nemotron3nano": "nemotron3-nano-30b-a3b"}
-    short |= {"nemotron3super": "nemotron3-super-120b-a12b", "nemotron3ultra": "nemotron3-ultra-550b-a55b"}
-    found |= {name: PRESETS[preset] for name, preset in short.items()}
+    found |= {name: PRESETS[preset] for name, preset in _SHORT.items()}
     kinds = {"gpt": gpt, "llama": llama, "nemotron": _squared, "hybrid": _hybrid}
     parts: dict[str, Callable[..., Any]] = {"moe": _moe, "mla": _mla}
     written = yaml_data(__file__, "shapes.yaml")
@@ -159,10 +156,24 @@ def shapes() -> dict[str, ModelConfig]:
     return found | {f"maxtext{scale}b": _maxtext(scale) for scale in (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)}
 
 
+_SHORT = {
+    "qwen330b": "qwen3-30b-a3b",
+    "qwen3235b": "qwen3-235b-a22b",
+    "qwen3next": "qwen3-next-80b-a3b",
+    "nemotron3nano": "nemotron3-nano-30b-a3b",
+    "nemotron3super": "nemotron3-super-120b-a12b",
+    "nemotron3ultra": "nemotron3-ultra-550b-a55b",
+    "llama4scout": "llama4-scout-17b-16e",
+    "llama4maverick": "llama4-maverick-17b-128e",
+    "minimaxm2": "minimax-m2",
+    "olmoe": "olmoe-1b-7b",
+}
+"""Presets by shorter names."""
 _ALIASES = {
     "qwen3vl": "qwen3",
     "qwen380b": "qwen3next",
     "deepseekr1": "deepseekv3",
+    "deepseekv3p1": "deepseekv3",
     "glm4p6": "glm4p5",
     "glm4p7": "glm4p5",
     "nemotron5h": "nemotronh",
@@ -178,9 +189,7 @@ _NAMES_WITHOUT_SIZE = {"gpt2": "gpt2", "gpt3": "gpt3175b", "opt": "opt175b", "pa
 """Names without a size, which must match as a whole: a GPT of 2.5 B is no gpt2."""
 
 REMARKS = {
-    "qwen3next": "linear attention as a transformer of about the same parameters and FLOPs",
     "nemotron4": "squared ReLU as GELU",
-    "llama4maverick": "128 experts in every second layer as 64 in every layer",
     "glm5": "sparse attention as dense",
     "bloom": "ALiBi as learned positions",
 }
@@ -197,11 +206,13 @@ def plain(name: str) -> str:
 
 
 def key_of(name: str) -> str | None:
-    """Returns the longest key of `shapes` that a name contains: `llama3-70b-l12` is a llama3-70b."""
+    """Returns the longest key of `shapes` that a name contains: `llama3-70b-l12` is a llama3-70b. Another version is
+    another model: `glm-5.3` is no glm-5."""
     text = plain(name)
     if text in _NAMES_WITHOUT_SIZE:
         return _NAMES_WITHOUT_SIZE[text]
-    found = [key for key in shapes() if key in text and key not in _NAMES_WITHOUT_SIZE]
+    listed = [key for key in shapes() if key in text and key not in _NAMES_WITHOUT_SIZE]
+    found = [key for key in listed if re.search(rf"{key}(?!p[0-9])", text)]
     return max(found, key=len) if found else None
 
 
@@ -302,10 +313,9 @@ def _unknown(cells: Cells, columns: dict[str, int]) -> ModelConfig | None:
         if close and re.search("gpt|megatron", lower):
             cells.assume(f"shape blank: the GPT of {_billions(close[0]):.1f} B")
             return close[0]
-        hint = did_you_mean(plain(name), shapes())
         cells.problem(
-            f"model_name: {name!r} is not a known model{hint}; give n_layers, hidden and n_heads, or one of "
-            f"{', '.join(shapes())}"
+            f"model_name: {name!r} is not a known model; give n_layers, hidden and n_heads"
+            + (unknown(name.replace(" ", "-")) if name else "")
         )
         return None
     modern = (

@@ -265,7 +265,8 @@ def cluster_of_row(cells: Cells) -> Cluster | None:
     text, devices = cells.text("gpu").lower(), cells.whole("n_gpus")
     if not devices and not any(problem.startswith("n_gpus") for problem in cells.problems):
         cells.problem(f"n_gpus: is {cells.text('n_gpus') or 'blank'}, and nothing else says how many devices there are")
-    machine = _named(text) or next((name for pattern, name in sources()["devices"] if re.search(pattern, text)), "")
+    patterns = (name for pattern, name in sources()["devices"] if re.search(pattern, text))
+    machine = _named(text) or next(patterns, "") or _spelled(text)
     if not machine:
         known = ", ".join(ACCELERATORS)
         hint = did_you_mean(re.sub(r"nvidia|amd|intel|google|[^a-z0-9-]", "", text), ACCELERATORS)
@@ -287,6 +288,16 @@ def _named(text: str) -> str:
         return text
     added = (name for name in MACHINES if MACHINES.package(name) != OWN)
     return next((name for name in added if MACHINES[name].cluster.accelerator.name == text), "")
+
+
+def _spelled(text: str) -> str:
+    """Returns the machine with the longest name, or device's name, that a text has in any spelling, such as "NVIDIA RTX
+    PRO 6000 Blackwell"; empty if there is none."""
+    names = {MACHINES[machine].cluster.accelerator.name: machine for machine in reversed([*MACHINES])}
+    names |= {machine: machine for machine in MACHINES}
+    spelled = {name: "[ _-]?".join(re.findall("[a-z]+|[0-9]+", name)) for name in names}
+    found = [name for name, pattern in spelled.items() if re.search(rf"(?<![a-z0-9]){pattern}(?![a-z0-9])", text)]
+    return names[max(found, key=len)] if found else ""
 
 
 def _with_memory(cells: Cells, text: str, device: Accelerator) -> Accelerator:

@@ -29,6 +29,7 @@ from phalanx.cost.prediction import Prediction
 from phalanx.cost.spec import StepSpec
 from phalanx.echo import VisibleStream, echo
 from phalanx.errors import JobError
+from phalanx.nearest import nearest
 from phalanx.validation.row import Reading, read
 from phalanx.validation.row_layout import COLUMNS
 
@@ -88,7 +89,8 @@ class Summary:
         if self.missing:
             lines.append(f"columns that are not there: {', '.join(self.missing)}")
         if self.unread:
-            lines.append(f"columns that are not read: {', '.join(self.unread)}")
+            meant = (f"{name} ({near}?)" if (near := nearest(name, self.missing)) else name for name in self.unread)
+            lines.append(f"columns that are not read: {', '.join(meant)}")
         if self.noted:
             often = ", ".join(f"{part[:LONGEST_PART]!r} ({n})" for part, n in self.ignored.most_common(MOST_SHOWN))
             lines.append(f"notes: parts of {self.noted} rows are not understood and ignored: {often}")
@@ -144,7 +146,11 @@ def write(
     names, known = [name.strip().lower() for name in header], {*COLUMNS, *ADDED, *COSTS}
     copied = [place for place, name in enumerate(names) if name not in added_names]
     if not set(names) & set(COLUMNS):
-        raise JobError(f"the table's first line names no column that is known (known: {', '.join(COLUMNS)})")
+        other = next((mark for mark in ";\t" if {*header[0].lower().split(mark)} & {*COLUMNS}), "") if header else ""
+        hint = f": cells are separated by {other!r}, not by commas" if other else ""
+        raise JobError(f"the table's first line names no column that is known{hint} (known: {', '.join(COLUMNS)})")
+    if twice := [name for name, number in Counter(names).items() if number > 1 and name in COLUMNS]:
+        raise JobError(f"the table's first line names columns twice: {', '.join(twice)}")
     missing, unread = (
         [name for name in some if name not in others] for some, others in ((COLUMNS, names), (names, known))
     )
