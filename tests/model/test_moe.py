@@ -104,6 +104,7 @@ def reference(made: under_test.MixtureOfExperts, x: Tensor) -> tuple[Tensor, dic
     seq = x.shape[1]
     capacity = math.ceil(moe.capacity * seq * moe.top_k / moe.n_experts - 1e-9) if moe.capacity else seq
     aux, z, counts, out = x.new_zeros(()), x.new_zeros(()), [0] * moe.n_experts, []
+    dropped = x.new_zeros(())
     for sequence in x:
         queue, shares = [0] * moe.n_experts, []
         for token in sequence:
@@ -129,8 +130,10 @@ def reference(made: under_test.MixtureOfExperts, x: Tensor) -> tuple[Tensor, dic
         mean = torch.stack(shares).mean(0)
         for expert, count in enumerate(queue):
             counts[expert] += count
+            dropped = dropped + max(0, count - capacity)
             aux = aux + seq * moe.aux_loss * moe.n_experts / (moe.top_k * seq) * count * mean[expert]
     penalties = {name: value for name, value in (("aux_loss", aux), ("z_loss", z)) if getattr(moe, name)}
+    penalties |= {"dropped": dropped} if moe.capacity else {}
     return torch.stack(out).view_as(x), penalties, counts
 
 

@@ -294,7 +294,8 @@ class Statistics(NamedTuple):
     loads: dict[int, Tensor]
     """By layer, the number of tokens that chose each expert, (n_experts,) of int64, without padding."""
     penalties: dict[str, Tensor]
-    """"aux_loss" and "z_loss", coefficients included, summed over layers and tokens, in fp64."""
+    """"aux_loss" and "z_loss", coefficients included, summed over layers and tokens, in fp64; with a capacity "dropped",
+    the number of choices without a row."""
 
 
 @dataclass(eq=False)
@@ -344,6 +345,8 @@ class Routes(NamedTuple):
     """Each token's experts, (batch, seq, top_k) of int64."""
     gates: Tensor
     """The factors of those experts' outputs, in the same shape, in at least fp32."""
+    slots: Slots
+    """The rows of those choices."""
 
 
 class Slots(NamedTuple):
@@ -415,8 +418,7 @@ class MixtureOfExperts(nn.Module):
         routes, tokens = self.route(x, conversations), x.flatten(0, 1)
         of_shared = tokens if self.shared_scale is None else tokens * self.shared_scale
         tokens = tokens if self.expert_scale is None else tokens * self.expert_scale
-        slots = self.slots(routes.chosen, conversations)
-        gates = routes.gates.flatten(0, 1).to(tokens.dtype)
+        slots, gates = routes.slots, routes.gates.flatten(0, 1).to(tokens.dtype)
         if slots.kept is not None:
             gates = gates.where(slots.kept, 0)
         scaled = self.config.moe.scale_inputs
@@ -450,9 +452,10 @@ class MixtureOfExperts(nn.Module):
         gates = gates * moe.route_scale
         if self.router.gate_scale is not None:
             gates = gates * self.router.gate_scale[chosen]
+        routes = Routes(chosen, gates, self.slots(chosen, conversations))
         if torch.is_grad_enabled():
-            gates = self._record_loads(logits, scores, Routes(chosen, gates), conversations)
-        return Routes(chosen, gates)
+            gates = self._record_loads(logits, scores, routes, conversations)
+        return routes._replace(gates=gates)
 
     def _choose(self, scores: Tensor) -> Tensor:
         """Returns the top_k experts by `scores` (batch, seq, n_experts), within the best groups if there are any."""
@@ -469,7 +472,7 @@ class MixtureOfExperts(nn.Module):
         self, logits: Tensor, scores: Tensor, routes: Routes, conversations: Conversations | None
     ) -> Tensor:
         """Returns the gates; their backward pass adds the penalties' gradients and records penalties and loads."""
-        moe, (chosen, gates) = self.config.moe, routes
+        moe, (chosen, gates, slots) = self.config.moe, routes
         if conversations is None:
             counts = self.routing.sequences.counts(chosen, moe.n_experts)
         else:
@@ -489,6 +492,8 @@ class MixtureOfExperts(nn.Module):
                 moe.z_loss * (squares if conversations is None else squares * conversations.real).sum()
             )
         noted = {name: penalty.detach() for name, penalty in penalties.items()}
+        if moe.capacity and slots.kept is not None:
+            noted["dropped"] = counts.sum() - slots.kept.sum()
         penalty = sum(penalties.values(), start=gates.new_zeros(()))
         return self._recorded(gates, penalty, counts.sum(0), noted)
 
