@@ -2,9 +2,9 @@
 
     python -m benchmarks.capacity [--steps 400] [--seeds 1,2] [FIELD=VALUE ...]
 
-The mixture of examples/experts.yaml on Shakespeare in one process, the same samples, learning rate and, by seed, initial
-weights for all; with the auxiliary loss of that job and without any balancing. Validations drop choices as training
-does, with the same capacity.
+The mixture of examples/experts.yaml on Shakespeare in one process, the same samples, learning rate and, by seed,
+initial weights for all; with the auxiliary loss of that job and without any balancing. Validations drop choices as
+training does, with the same capacity.
 """
 
 from __future__ import annotations
@@ -57,7 +57,9 @@ def main() -> None:
             rows.append(
                 (
                     *(balance, name, f"{statistics.fmean(losses):.4f}"),
-                    "" if name == "none" else f"{statistics.fmean(beside):+.4f} ({min(beside):+.4f} to {max(beside):+.4f})",
+                    ""
+                    if name == "none"
+                    else f"{statistics.fmean(beside):+.4f} ({min(beside):+.4f} to {max(beside):+.4f})",
                     f"{dropped:.1%}",
                     f"{statistics.fmean(speeds):.2f} ×",
                 )

@@ -454,8 +454,8 @@ def test_rows_are_gathered_both_ways():
     row, token = TOKENS * TOP_K * D_MODEL, TOKENS * D_MODEL
     with Moved() as moved:
         slots = layer.slots(chosen)
-        rows = moe._Dispatch.apply(tokens, slots.choices, slots.rows, None, slots.kept)
-        out = moe._Combine.apply(rows, gates, slots.choices, slots.rows)
+        rows = moe.SpreadTokens.apply(tokens, slots.choices, slots.rows, None, slots.kept)
+        out = moe.Combine.apply(rows, gates, slots.choices, slots.rows)
     assert moved.numbers == 2 * row + row + token
     gradient = torch.ones_like(out)
     with Moved() as moved:

@@ -18,7 +18,7 @@ from phalanx.blocks.operator import is_expert
 from phalanx.comm.axis import Axis, Ledger, Pending
 from phalanx.config.model import ModelConfig, MoE
 from phalanx.model import moe as layers
-from phalanx.parallel.expert import RowExchange, connect, cut_experts
+from phalanx.parallel.expert import RowExchange, RowFlight, TokenExchange, connect, cut_experts
 from phalanx.partition.tensor_slices import experts_of
 
 assert_close = partial(torch.testing.assert_close, rtol=1e-9, atol=1e-9)
@@ -38,6 +38,7 @@ CASES: dict[str, tuple[ModelConfig, bool]] = {
     "sigmoid and a balancing bias": (replace(SWIGLU, moe=BIASED), False),
     "capacity": (replace(SWIGLU, moe=replace(SWIGLU.moe, capacity=0.75)), False),
     "capacity, shared experts and biases": (replace(SHARED, moe=replace(SHARED.moe, capacity=1.25)), False),
+    "scaled inputs": (replace(SWIGLU, moe=replace(SWIGLU.moe, scale_inputs=True)), False),
     "one expert a rank": (replace(SHARED, moe=replace(SHARED.moe, n_experts=4)), False),
     "all tokens to the first experts": (SHARED, True),
     "all tokens to the first experts, within capacity": (replace(SHARED, moe=replace(SHARED.moe, capacity=1.0)), True),
@@ -62,7 +63,7 @@ def whole_layer(model: ModelConfig, one_sided: bool, dtype: torch.dtype = torch.
     return layer
 
 
-def part_of(whole: layers.MixtureOfExperts, ep: Axis) -> layers.MixtureOfExperts:
+def part_of(whole: layers.MixtureOfExperts, ep: Axis, exchange: Any = RowExchange) -> layers.MixtureOfExperts:
     """The same layer with this rank's experts."""
     dtype = whole.router.weight.dtype
     with torch.device("meta"):
@@ -71,7 +72,7 @@ def part_of(whole: layers.MixtureOfExperts, ep: Axis) -> layers.MixtureOfExperts
     layer.to_empty(device="cpu")
     for (name, parameter), (_, of) in zip(layer.named_parameters(), whole.named_parameters(), strict=True):
         parameter.data.copy_(held(name, of, ep).detach())
-    connect(layer, RowExchange(ep))
+    connect(layer, exchange(ep))
     return layer
 
 
@@ -117,7 +118,7 @@ def watch_sizes(layer: layers.MixtureOfExperts) -> list[list[int]]:
     return seen
 
 
-def compare_with_one_process(ranks: Any) -> dict[str, list[int]]:
+def compare_with_one_process(ranks: Any, exchange: Any) -> dict[str, list[int]]:
     """Compares every case; returns how many rows each expert here got."""
     ep = axis_of(ranks)
     x, weights = tokens_of_all(ranks.world)
@@ -125,7 +126,7 @@ def compare_with_one_process(ranks: Any) -> dict[str, list[int]]:
     loads = {}
     for case, (model, one_sided) in CASES.items():
         whole = whole_layer(model, one_sided)
-        part = part_of(whole, ep)
+        part = part_of(whole, ep, exchange)
         seen = watch_sizes(part)
         expected, of_x = run(whole, x, weights)
         y, gradient = run(part, x[mine], weights[mine])
@@ -147,13 +148,15 @@ def compare_with_one_process(ranks: Any) -> dict[str, list[int]]:
     return loads
 
 
+@pytest.mark.parametrize("exchange", [RowExchange, TokenExchange])
 @pytest.mark.parametrize("world", [2, 4])
-def test_experts_dealt_out_equal_one_process(ranks, world):
+def test_experts_dealt_out_equal_one_process(ranks, world, exchange):
     """Outputs and every gradient, also where ranks get no rows at all and experts none."""
-    loads = ranks(compare_with_one_process, world)
+    loads = ranks(compare_with_one_process, world, exchange)
     one_sided = [size for load in loads for size in load["all tokens to the first experts"]]
     assert one_sided == [BATCH * SEQ * world] * SHARED.moe.top_k + [0] * (8 - SHARED.moe.top_k)
-    assert all(len(set(load["capacity"])) == 1 for load in loads)
+    if exchange is RowExchange:
+        assert all(len(set(load["capacity"])) == 1 for load in loads)
 
 
 def traffic(ranks: Any, capacity: float, recomputed: bool) -> tuple[dict[str, tuple[int, float]], float]:
@@ -170,13 +173,13 @@ def traffic(ranks: Any, capacity: float, recomputed: bool) -> tuple[dict[str, tu
     part.zero_grad()
     ep.ledger.clear()
     chosen: list[list[int]] = []
-    compute = part.compute
+    dispatch = part.dispatch
 
-    def noted(rows: Tensor, ends: Tensor | None, tokens: Tensor) -> tuple[Tensor, Tensor | None]:
-        chosen.append(sizes_of(rows, ends, model.moe.n_experts))
-        return compute(rows, ends, tokens)
+    def noted(moe: layers.MixtureOfExperts, routed: layers.RoutedTokens) -> layers.ExpertFlight:
+        chosen.append(sizes_of(routed.slots.choices, routed.slots.ends, model.moe.n_experts))
+        return dispatch(moe, routed)
 
-    part.compute = noted
+    part.dispatch = noted
     again = (lambda x: checkpoint(part, x, use_reentrant=False)) if recomputed else part
     assert all(torch.equal(a, b) for a, b in zip(run(again, x[mine], weights[mine]), plain, strict=True))
     for name, parameter in part.named_parameters():
@@ -266,7 +269,10 @@ def saved_outside_experts(ranks: Any) -> tuple[int, int]:
 
     rows = torch.randn(16, WIDTH, dtype=torch.float64, requires_grad=True)
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
-        part.compute(rows, torch.full((8,), 2), rows)
+        flight = RowFlight(part, None, part.dispatch._start(part, rows, torch.arange(2, 18, 2).int()))
+        part.shared(rows)
+        flight.compute()
+        flight._arrived()
     return counts[True], counts[False]
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import Literal, NamedTuple
 
+from phalanx.config.dispatchers import sends_tokens
 from phalanx.config.layout import Layout, Recompute
 from phalanx.config.model import ModelConfig
 from phalanx.hashed import Hashed, hashed_once
@@ -426,6 +427,8 @@ INDEX = 8
 """Bytes of a count, an expert's number or an index into a tensor (int64)."""
 Half = Literal["attention", "feed_forward"]
 """The halves of a block."""
+EXPERT_NUMBER = 4
+"""Bytes of the number of a token's expert that is sent with it (int32)."""
 WIDE = 4
 """Least bytes per element of losses, routers and sums over attention (fp32)."""
 
@@ -460,6 +463,8 @@ class Place(NamedTuple):
     """Layers that run in tiles, by the names of `layout.tile`."""
     ep_nodes: int = 1
     """Groups of expert ranks between which rows travel after they did so inside them (layout.ep_nodes)."""
+    once: bool = False
+    """Whether a token is sent once to each rank with some of its experts (layout.dispatch), not once per expert."""
     folds: bool = False
     """Whether tensor ranks hold whole experts, and each routes its own tokens (layout.folds)."""
     exchange: Literal["both", "enter", "leave"] = "both"
@@ -555,5 +560,6 @@ def place_of(
         ring_rank=ring_rank,
         tiled=layout.tiled_layers if layout.tiles > 1 else frozenset(),
         ep_nodes=layout.ep_nodes,
+        once=layout.ep > 1 and sends_tokens(layout.dispatch),
         folds=layout.folds,
     )
