@@ -304,7 +304,7 @@ def _routing_messages(place: Place) -> Iterator[Message]:
             yield Message("tp", "all_gather", chosen, "index", forward=1, full=1)
         yield Message("cp", "all_gather", place.cp * chosen, "index", forward=1, full=1)
     if place.once or not moe.capacity:
-        n, numbers = place.slices, moe.n_experts + place.ep * place.once
+        n, numbers = place.slices * len(place.halves), moe.n_experts + place.ep * place.once
         yield Message("ep", "all_gather", place.ep * numbers, "index", forward=n, full=n)
 
 

@@ -465,6 +465,8 @@ class Place(NamedTuple):
     """Groups of expert ranks between which rows travel after they did so inside them (layout.ep_nodes)."""
     once: bool = False
     """Whether a token is sent once to each rank with some of its experts (layout.dispatch), not once per expert."""
+    overlaps: bool = False
+    """Whether both halves of the sequences are sent in turn (layout.ep_overlap)."""
     folds: bool = False
     """Whether tensor ranks hold whole experts, and each routes its own tokens (layout.folds)."""
     exchange: Literal["both", "enter", "leave"] = "both"
@@ -479,6 +481,12 @@ class Place(NamedTuple):
     def ep_shard(self) -> int:
         """Expert ranks along dp_shard × cp."""
         return max(1, self.ep // (self.tp if self.folds else 1))
+
+    @property
+    def halves(self) -> tuple[int, ...]:
+        """Sequences that are sent to experts at a time."""
+        there = self.sequences // 2 if self.overlaps else 0
+        return (self.sequences - there, there) if there else (self.sequences,)
 
     @property
     def tokens(self) -> int:
@@ -560,6 +568,7 @@ def place_of(
         ring_rank=ring_rank,
         tiled=layout.tiled_layers if layout.tiles > 1 else frozenset(),
         ep_nodes=layout.ep_nodes,
+        overlaps=layout.ep > 1 and layout.ep_overlap,
         once=layout.ep > 1 and sends_tokens(layout.dispatch),
         folds=layout.folds,
     )

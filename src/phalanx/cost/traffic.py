@@ -101,8 +101,9 @@ def balanced_rows(place: Place) -> float:
     """Returns the rows that a rank sends to experts on other ranks in a block with experts: with a capacity every slot,
     without one the same number to every rank; or the tokens, if each is sent once."""
     if place.once:
-        moe, tokens = place.model.moe, place.tokens // place.routed_share
-        return (place.ep - 1) * tokens_reaching(tokens, moe.n_experts, moe.top_k, place.ep)
+        moe, each = place.model.moe, place.tokens // place.routed_share // place.sequences
+        halves = (tokens_reaching(half * each, moe.n_experts, moe.top_k, place.ep) for half in place.halves)
+        return (place.ep - 1) * sum(halves)
     nodes, near = place.ep_nodes, place.ep // place.ep_nodes
     hops = (near - 1) / near + (nodes - 1) / nodes
     return routed_rows(place) / (place.tp if place.folds else 1) * hops

@@ -9,7 +9,7 @@ those of the rows are in flight.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -22,12 +22,13 @@ from phalanx.config.cluster import DEVICE_WORDS
 from phalanx.config.dispatchers import DISPATCHERS, absent
 from phalanx.config.layout import Layout
 from phalanx.errors import JobError
-from phalanx.model.documents import Conversations
+from phalanx.model.documents import Conversations, Documents
 from phalanx.model.layers import uncompiled
 from phalanx.model.moe import (
     Combine,
     Dispatch,
     Ends,
+    ExpertFlight,
     GroupedLinear,
     MixtureOfExperts,
     RoutedTokens,
@@ -37,6 +38,8 @@ from phalanx.model.moe import (
     slots_of,
     tokens_of,
 )
+from phalanx.model.seeding import Noise
+from phalanx.model.transformer import Block, Transformer
 from phalanx.partition.tensor_slices import experts_of, in_order_of_ranks
 
 ONE_RANK, ALONE = Layout(), Axis("ep")
@@ -72,6 +75,58 @@ def connect(model: nn.Module, dispatch: Dispatch, layout: Layout = ONE_RANK) -> 
             module.dispatch = dispatch
             if layout.folds and layout.ep_shard > 1:
                 module.order = partial(in_order_of_ranks, module.config.moe.n_experts, layout)
+
+
+def overlap_halves(model: Transformer) -> None:
+    """Makes blocks with experts compute both halves of a micro-batch in turn, in training."""
+    for block in model.blocks.values():
+        if isinstance(block, Block) and hasattr(block, "moe"):
+            vars(block)["compute"] = OverlappedHalves(block)
+
+
+@dataclass(frozen=True)
+class OverlappedHalves:
+    """The `compute` of a block whose halves of the sequences overlap: while the tokens of one are on their way to
+    experts or back, the other's attention or experts compute (DeepSeek-V3, section 3.2.1, within a block). Autograd
+    runs the backward pass in the reverse order, so that it overlaps, too."""
+
+    block: Block
+
+    def __call__(
+        self,
+        x: Tensor,
+        rotary: Tensor | None,
+        noise: Noise | None,
+        cache: Any,
+        documents: Documents | None,
+        conversations: Conversations | None,
+        embedded: Tensor | None = None,
+        *beside: Tensor,
+    ) -> Tensor:
+        """As Block.compute. Without gradients, where batches may differ between ranks, nothing overlaps."""
+        block, moe = self.block, self.block.get_submodule("moe")
+        assert isinstance(moe, MixtureOfExperts), "a block with experts"
+        if len(x) == 1 or not torch.is_grad_enabled():
+            return Block.compute(block, x, rotary, noise, cache, documents, conversations, embedded, *beside)
+        x = x if block.join is None else block.join(x, embedded)
+        flights = list[tuple[Tensor, ExpertFlight, Tensor]]()
+        halves = slice(0, (len(x) + 1) // 2), slice((len(x) + 1) // 2, len(x))
+        noises = [noise and replace(noise, sample_ids=noise.sample_ids[half]) for half in halves]
+        for half, own in zip(halves, noises, strict=True):
+            turns = rotary if rotary is None or rotary.dim() == 4 else rotary[:, half]
+            seen, counted = (None if each is None else each.part(half) for each in (documents, conversations))
+            stream = block.attended(x[half], turns, own, cache, seen, counted)
+            flights.append((stream, *moe.send(block.mlp_norm(stream), counted)))
+        shared = list[Tensor | None]()
+        for _, flight, of_shared in flights:
+            flight.compute()
+            shared.append(None if moe.shared is None else moe.shared(of_shared))
+        found = list[Tensor]()
+        for (stream, flight, of_shared), of_all, half, own in zip(flights, shared, halves, noises, strict=True):
+            y = moe.joined(flight.finish(), of_all, of_shared).unflatten(0, stream.shape[:2])
+            tokens, projected = (each[half] for each in beside) if beside else (None, None)
+            found.append(block.widened(stream, y, own, tokens, projected))
+        return torch.cat(found)
 
 
 class FoldedSequences(Sequences):

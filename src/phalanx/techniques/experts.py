@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 
 from phalanx.config.cluster import DEVICE_WORDS
 from phalanx.config.dispatchers import DISPATCHERS
 from phalanx.config.job import Job
 from phalanx.nearest import did_you_mean
+from phalanx.partition.derived import gathers_parameters, slices_of, solve, splits_backward
 from phalanx.techniques.technique import Effect, Problem, Technique, above
 
 
@@ -25,6 +27,8 @@ def _problems(job: Job) -> Iterator[Problem]:
     if entry.precisions and job.train.precision not in entry.precisions:
         takes = " or ".join(entry.precisions)
         yield "layout.dispatch", f"{name} sends activations of {takes}, precision is {job.train.precision}; {nearest}"
+    if layout.auto and layout.ep_overlap:
+        yield "layout.ep_overlap", "the planner does not choose for it; nearest legal: false, or a layout without auto"
     if layout.ep_node > 1 and entry.sends == "tokens":
         yield (
             "layout.ep_node",
@@ -35,15 +39,28 @@ def _problems(job: Job) -> Iterator[Problem]:
 
 def _layout_problems(job: Job) -> Iterator[Problem]:
     """Yields what has no halves that could overlap."""
-    layout = job.layout
+    layout, off = job.layout, "ep_overlap=false"
     if not layout.ep_overlap or layout.ep == 1:
         return
-    if job.model.parallel_block:
+    with suppress(ValueError):  # reported with the layout
+        micro = solve(job.train.global_batch, layout).micro_batch
+        if micro < 2:
+            why = f"ep_overlap needs two halves of a micro-batch's sequences, micro_batch is {micro}"
+            yield "layout.micro_batch", f"{why}; nearest legal: micro_batch=2, or {off}"
+    if layout.tp > 1:
+        yield "layout.tp", f"ep_overlap: tensor ranks share tokens, not sequences; nearest legal: tp=1, or {off}"
+    if gathers_parameters(layout) and layout.edp > 1:
         yield (
-            "layout.ep_overlap",
-            "overlaps experts with the attention before them, and a parallel block has both at once; nearest legal: "
-            "ep_overlap=false",
+            "layout.zero",
+            f"ep_overlap: zero=3 would gather the experts of edp {layout.edp} ranks for each half; nearest legal: "
+            f"zero=2, ep={layout.shard_ranks}, or {off}",
         )
+    if slices_of(layout) > 1 or splits_backward(layout):
+        why = "slices of sequences" if slices_of(layout) > 1 else "weight gradients that wait"
+        yield "layout.schedule", f"ep_overlap excludes {why}, as in {layout.schedule}; nearest legal: 1f1b, or {off}"
+    if job.model.shared_keys or job.model.parallel_block:
+        why = "layers that share keys" if job.model.shared_keys else "parallel blocks, which attend beside experts,"
+        yield "layout.ep_overlap", f"{why} have no halves that overlap; nearest legal: {off}"
 
 
 def _effect(job: Job) -> Effect:
@@ -64,6 +81,12 @@ DISPATCH = Technique(
         for path in ("layout.dispatch", "layout.ep_overlap")
     },
     effect=_effect,
-    layouts=("dp_shard=4,ep=4,dispatch=tokens", "dp_shard=2,tp=2,ep=4,etp=1,sp=true,dispatch=tokens"),
+    layouts=(
+        "dp_shard=4,ep=4,dispatch=tokens",
+        "dp_shard=2,tp=2,ep=4,etp=1,sp=true,dispatch=tokens",
+        "dp_shard=2,ep=2,ep_overlap=true,micro_batch=2",
+        "cp=2,ep=2,ep_overlap=true,micro_batch=3,dispatch=tokens,recompute=full",
+        "dp_shard=2,pp=2,ep=2,zero=2,schedule=interleaved_1f1b,accumulation=2,ep_overlap=true,micro_batch=2",
+    ),
     combined=("ep=2,dispatch=tokens",),
 )
