@@ -63,7 +63,7 @@ def steps(ranks, job: Job, vocab: int, count: int = 2, device: torch.device = CP
 
 def counted_steps(
     ranks, job: Job, vocab: int, count: int = 2, device: torch.device = CPU
-) -> tuple[Results, Traffic, float]:
+) -> tuple[Results, Traffic, tuple[float, float]]:
     """Also the bytes that this rank sent in a step, and the rows that it exchanged with other ranks' experts."""
     mesh = meshes.build(job.layout, device.type)
     stepper = Stepper(job, mesh, device, vocab)

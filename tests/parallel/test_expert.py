@@ -18,7 +18,8 @@ from phalanx.blocks.operator import is_expert
 from phalanx.comm.axis import Axis, Ledger, Pending
 from phalanx.config.model import ModelConfig, MoE
 from phalanx.model import moe as layers
-from phalanx.parallel.expert import RowExchange, RowFlight, TokenExchange, connect, cut_experts
+from phalanx.model.transformer import Block
+from phalanx.parallel.expert import OverlappedHalves, RowExchange, RowFlight, TokenExchange, connect, cut_experts
 from phalanx.partition.tensor_slices import experts_of
 
 assert_close = partial(torch.testing.assert_close, rtol=1e-9, atol=1e-9)
@@ -252,6 +253,39 @@ def test_shared_experts_compute_while_rows_travel(ranks):
     for forward, backward in ranks(order_of_events, 2):
         assert forward == ["start", "shared", "wait", "experts", "start", "wait"]
         assert backward == ["start", "wait", "experts", "start", "shared", "wait"]
+
+
+def order_in_halves(ranks: Any, exchange: Any) -> tuple[list[str], list[str]]:
+    """What happens one after the other in both passes of a block whose halves overlap."""
+    ep = WatchedAxis("ep", ranks.world, ranks.rank, dist.distributed_c10d._get_default_group())
+    ep.events = []
+    block = Block(replace(SHARED, n_heads=2, seq_len=SEQ), 0, layers.Routing())
+    moe = block.get_submodule("moe")
+    assert isinstance(moe, layers.MixtureOfExperts)
+    assert moe.shared is not None
+    cut_experts(block, ep.size)
+    for part in moe.experts.modules():
+        for name, parameter in list(part.named_parameters(recurse=False)):
+            setattr(part, name, nn.Parameter(torch.zeros(parameter.shape)))
+    connect(block, exchange(ep))
+    for name, module in (("attention", block.attn), ("shared", moe.shared), ("experts", moe.experts)):
+        module.register_forward_hook(lambda *_, name=name: ep.events.append(name))
+        module.register_full_backward_hook(lambda *_, name=name: ep.events.append(name))
+    y = OverlappedHalves(block)(torch.randn(2, SEQ, WIDTH).requires_grad_(), None, None, None, None, None)
+    forward = len(ep.events)
+    y.sum().backward()
+    return ep.events[:forward], ep.events[forward:]
+
+
+@pytest.mark.parametrize("exchange", [RowExchange, TokenExchange])
+def test_one_half_of_a_micro_batch_computes_while_the_other_travels(ranks, exchange):
+    """TokenExchange has the experts' numbers travel beside the tokens, which have no gradient."""
+    start, wait = (["start"], ["wait"]) if exchange is RowExchange else (["start", "start"], ["wait", "wait"])
+    half = ["experts", "start", "shared"]
+    for forward, backward in ranks(order_in_halves, 2, exchange):
+        assert forward == ["attention", *start, "attention", *start, *wait, *half, *wait, *half, "wait", "wait"]
+        back = ["shared", "wait", "experts", "start"]
+        assert backward == ["start", "start", *back, *back, "wait", "attention", "wait", "attention"]
 
 
 def saved_outside_experts(ranks: Any) -> tuple[int, int]:

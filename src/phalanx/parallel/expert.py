@@ -114,7 +114,8 @@ class OverlappedHalves:
         noises = [noise and replace(noise, sample_ids=noise.sample_ids[half]) for half in halves]
         for half, own in zip(halves, noises, strict=True):
             turns = rotary if rotary is None or rotary.dim() == 4 else rotary[:, half]
-            seen, counted = (None if each is None else each.part(half) for each in (documents, conversations))
+            seen = None if documents is None else documents.part(half)
+            counted = None if conversations is None else conversations.part(half)
             stream = block.attended(x[half], turns, own, cache, seen, counted)
             flights.append((stream, *moe.send(block.mlp_norm(stream), counted)))
         shared = list[Tensor | None]()
@@ -313,7 +314,7 @@ class TokenExchange:
         return TokenFlight(moe, self, self.send(routed.tokens, chosen, routed.gates, n))
 
     @uncompiled
-    def send(self, tokens: Tensor, chosen: Tensor, gates: Tensor, n: int) -> TokensSent:
+    def send(self, tokens: Tensor, chosen: Tensor, gates: Tensor, n: int) -> Any:
         """Starts to send `tokens` (tokens, d_model) to the ranks of their `chosen` ones among `n` experts, in the order
         of ranks, with their `gates`, both (tokens, top_k). A choice of expert n is none."""
         size, rank = self.ep.size, self.ep.rank
@@ -336,29 +337,36 @@ class TokenExchange:
         return TokensSent(slots, out, numbers, arriving, names, mine, rows)
 
     @uncompiled
-    def arrive(self, sent: TokensSent) -> RoutedTokens:
+    def arrive(self, sent: Any) -> RoutedTokens:
         """Returns the tokens that have arrived, with the numbers that their experts have here."""
         chosen = sent.numbers.wait(sent.names).long() - sent.mine.start
-        here, top_k = (chosen >= 0) & (chosen < len(sent.mine)), chosen.shape[1]
-        tokens, gates = sent.out.wait(sent.take()).tensor_split((-top_k,), -1)
-        slots = slots_of(chosen, len(sent.mine), here)
-        # A token without experts, which stands for none at all, has a row.
-        rows = max(sent.rows, min(1, len(tokens)))
-        slots = slots._replace(choices=slots.choices[:rows], ends=slots.ends.clamp(max=rows))
-        return RoutedTokens(tokens, chosen, gates.where(here, 0), slots)
+        tokens, gates = sent.out.wait(sent.take()).tensor_split((-chosen.shape[1],), -1)
+        return arrived(tokens, chosen, gates, len(sent.mine), sent.rows)
 
     @uncompiled
-    def send_back(self, outputs: Tensor, sent: TokensSent) -> None:
+    def send_back(self, outputs: Tensor, sent: Any) -> None:
         """Starts to return the outputs of the tokens that arrived, (tokens, d_model)."""
         sent.out = _ExchangeRows(self.ep, sent.out.received_rows, sent.out.sent_rows)
         sent.arriving = sent.out.start(outputs)
 
     @uncompiled
-    def arrive_back(self, sent: TokensSent) -> Tensor:
+    def arrive_back(self, sent: Any) -> Tensor:
         """Returns the sums of each token's outputs, (tokens, d_model)."""
         rows, slots = sent.out.wait(sent.take()), sent.slots
         assert slots.kept is not None, "a token may have all its experts on one rank"
         return Combine.apply(rows, slots.kept.to(rows.dtype), slots.choices, slots.rows)  # pyright: ignore[reportReturnType]
+
+
+def arrived(tokens: Tensor, chosen: Tensor, gates: Tensor, experts: int, rows: int) -> RoutedTokens:
+    """Returns tokens that have arrived, with `rows` for this rank's `experts`: those `chosen` that are no number of
+    these are other ranks'."""
+    here = (chosen >= 0) & (chosen < experts)
+    slots = slots_of(chosen, experts, here)
+    assert slots.ends is not None, "experts have different numbers"
+    # A token without experts, which stands for none at all, has a row.
+    rows = max(rows, min(1, len(tokens)))
+    slots = slots._replace(choices=slots.choices[:rows], ends=slots.ends.clamp(max=rows))
+    return RoutedTokens(tokens, chosen, gates.where(here, 0), slots)
 
 
 def token_exchange(ep: Axis, *_: Axis) -> TokenExchange:
