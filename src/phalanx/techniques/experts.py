@@ -88,5 +88,4 @@ DISPATCH = Technique(
         "cp=2,ep=2,ep_overlap=true,micro_batch=3,dispatch=tokens,recompute=full",
         "dp_shard=2,pp=2,ep=2,zero=2,schedule=interleaved_1f1b,accumulation=2,ep_overlap=true,micro_batch=2",
     ),
-    combined=("ep=2,dispatch=tokens",),
 )
