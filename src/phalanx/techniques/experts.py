@@ -16,24 +16,23 @@ from phalanx.techniques.technique import Effect, Problem, Technique, above
 def _problems(job: Job) -> Iterator[Problem]:
     layout, name = job.layout, job.layout.dispatch
     if name not in DISPATCHERS:
-        known = ", ".join(DISPATCHERS)
-        yield "layout.dispatch", f"no dispatcher {name!r}{did_you_mean(name, DISPATCHERS)} (known: {known})"
+        known = f"{did_you_mean(name, DISPATCHERS)} (known: {', '.join(DISPATCHERS)})"
+        yield "layout.dispatch", f"dispatch {name!r} is no dispatcher{known}"
         return
-    entry = DISPATCHERS[name]
-    nearest = "nearest legal: dispatch=tokens, or rows"
-    if entry.device not in ("any", job.cluster.device) and job.cluster.device not in ("", "auto"):
+    entry, nearest, device = DISPATCHERS[name], "nearest legal: dispatch=tokens, or rows", job.cluster.device
+    if entry.device not in ("any", device) and device != "auto":
         wanted = DEVICE_WORDS[entry.device]
-        yield "layout.dispatch", f"{name} runs on {wanted}, cluster.device is {job.cluster.device}; {nearest}"
+        yield "layout.dispatch", f"dispatch {name} runs on {wanted}, cluster.device is {device}; {nearest}"
     if entry.precisions and job.train.precision not in entry.precisions:
-        takes = " or ".join(entry.precisions)
-        yield "layout.dispatch", f"{name} sends activations of {takes}, precision is {job.train.precision}; {nearest}"
+        takes = f"dispatch {name} sends activations of {' or '.join(entry.precisions)}"
+        yield "layout.dispatch", f"{takes}, precision is {job.train.precision}; {nearest}"
     if layout.auto and layout.ep_overlap:
         yield "layout.ep_overlap", "the planner does not choose for it; nearest legal: false, or a layout without auto"
     if layout.ep_node > 1 and entry.sends == "tokens":
         yield (
             "layout.ep_node",
-            f"{name} sends tokens to all ranks at once, ep_node {layout.ep_node} rows inside nodes first; nearest "
-            "legal: ep_node=1, or dispatch=rows",
+            f"dispatch {name} sends tokens to all ranks at once, ep_node {layout.ep_node} rows inside nodes first; "
+            "nearest legal: ep_node=1, or dispatch=rows",
         )
 
 
@@ -43,21 +42,19 @@ def _layout_problems(job: Job) -> Iterator[Problem]:
     if not layout.ep_overlap or layout.ep == 1:
         return
     with suppress(ValueError):  # reported with the layout
-        micro = solve(job.train.global_batch, layout).micro_batch
-        if micro < 2:
-            why = f"ep_overlap needs two halves of a micro-batch's sequences, micro_batch is {micro}"
+        if (micro := solve(job.train.global_batch, layout).micro_batch) < 2:
+            why = f"micro_batch {micro} has no halves of sequences, which ep_overlap needs"
             yield "layout.micro_batch", f"{why}; nearest legal: micro_batch=2, or {off}"
     if layout.tp > 1:
-        yield "layout.tp", f"ep_overlap: tensor ranks share tokens, not sequences; nearest legal: tp=1, or {off}"
+        why = f"tp {layout.tp} shares tokens, ep_overlap needs whole sequences"
+        yield "layout.tp", f"{why}; nearest legal: tp=1, or {off}"
     if gathers_parameters(layout) and layout.edp > 1:
-        yield (
-            "layout.zero",
-            f"ep_overlap: zero=3 would gather the experts of edp {layout.edp} ranks for each half; nearest legal: "
-            f"zero=2, ep={layout.shard_ranks}, or {off}",
-        )
+        why = f"zero 3 gathers the experts of edp {layout.edp} ranks again for each half of ep_overlap"
+        yield "layout.zero", f"{why}; nearest legal: zero=2, ep={layout.shard_ranks}, or {off}"
     if slices_of(layout) > 1 or splits_backward(layout):
         why = "slices of sequences" if slices_of(layout) > 1 else "weight gradients that wait"
-        yield "layout.schedule", f"ep_overlap excludes {why}, as in {layout.schedule}; nearest legal: 1f1b, or {off}"
+        why = f"schedule {layout.schedule} has {why}, ep_overlap none"
+        yield "layout.schedule", f"{why}; nearest legal: 1f1b, or {off}"
     if job.model.shared_keys or job.model.parallel_block:
         why = "layers that share keys" if job.model.shared_keys else "parallel blocks, which attend beside experts,"
         yield "layout.ep_overlap", f"{why} have no halves that overlap; nearest legal: {off}"
