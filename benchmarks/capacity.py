@@ -45,23 +45,19 @@ def main() -> None:
                 print(f"{balance}, capacity {name}: val_loss {losses}", file=sys.stderr, flush=True)
     del options.words  # where the text lies
     result = {"benchmark": "capacity", "machine": machine(), "options": vars(options), "runs": measured}
-    rows = [("balancing", "capacity", "validation loss", "beside none", "choices dropped", "tokens/s beside none")]
+    rows = [("balancing", "capacity", "validation loss", "beside none", "choices dropped")]
     for balance in BALANCES:
         plain = measured[f"{balance}, none"]
         for name in CAPACITIES:
             runs = measured[f"{balance}, {name}"]
             losses, others = ([run["val_loss"] for run in each] for each in (runs, plain))
             beside = [one - other for one, other in zip(losses, others, strict=True)]
-            speeds = [run["tokens_per_s"] / other["tokens_per_s"] for run, other in zip(runs, plain, strict=True)]
             dropped = statistics.fmean(run["dropped"] for run in runs)
             rows.append(
                 (
                     *(balance, name, f"{statistics.fmean(losses):.4f}"),
-                    ""
-                    if name == "none"
-                    else f"{statistics.fmean(beside):+.4f} ({min(beside):+.4f} to {max(beside):+.4f})",
+                    "" if name == "none" else f"{statistics.fmean(beside):+.4f}",
                     f"{dropped:.1%}",
-                    f"{statistics.fmean(speeds):.2f} ×",
                 )
             )
     save("capacity", result, rows, "Capacity of experts: loss and dropped choices at equal steps on Shakespeare")

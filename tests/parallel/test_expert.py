@@ -19,7 +19,7 @@ from phalanx.comm.axis import Axis, Ledger, Pending
 from phalanx.config.model import ModelConfig, MoE
 from phalanx.model import moe as layers
 from phalanx.model.transformer import Block
-from phalanx.parallel.expert import OverlappedHalves, RowExchange, RowFlight, TokenExchange, connect, cut_experts
+from phalanx.parallel.expert import OverlappedHalves, RowExchange, TokenExchange, connect, cut_experts
 from phalanx.partition.tensor_slices import experts_of
 
 assert_close = partial(torch.testing.assert_close, rtol=1e-9, atol=1e-9)
@@ -290,7 +290,8 @@ def test_one_half_of_a_micro_batch_computes_while_the_other_travels(ranks, excha
 
 def saved_outside_experts(ranks: Any) -> tuple[int, int]:
     """Tensors kept for the backward pass by the experts, routed and shared, and by what lies between."""
-    part = part_of(whole_layer(SHARED, one_sided=False), axis_of(ranks))
+    ep = axis_of(ranks)
+    part = part_of(whole_layer(SHARED, one_sided=False), ep)
     assert part.shared is not None
     inside, counts = [False], {True: 0, False: 0}
     for module in (part.experts, part.shared):
@@ -303,10 +304,11 @@ def saved_outside_experts(ranks: Any) -> tuple[int, int]:
 
     rows = torch.randn(16, WIDTH, dtype=torch.float64, requires_grad=True)
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
-        flight = RowFlight(part, None, part.dispatch._start(part, rows, torch.arange(2, 18, 2).int()))
+        slots = layers.Slots(rows, rows, torch.arange(2, 18, 2).int(), None)
+        flight = RowExchange(ep)._start(part, layers.RoutedTokens(rows, rows, rows, slots), rows)
         part.shared(rows)
         flight.compute()
-        flight._arrived()
+        flight.arrived()
     return counts[True], counts[False]
 
 

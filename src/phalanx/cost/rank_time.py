@@ -195,13 +195,14 @@ def block_held(spec: StepSpec, kind: BlockKind) -> ParameterCounts:
 @lru_cache(50_000)
 def block_time(spec: StepSpec, kind: BlockKind) -> RankTime:
     """Returns the time of one block with its communication, recomputed as `layout.recompute` says."""
-    mode, whole = spec.layout.mode, place(spec)
-    if several := kind.routed and len(whole.halves) > 1:
-        spec = replace(spec, batch=replace(spec.batch, micro_batch=whole.halves[0]))
+    mode, half = spec.layout.mode, place(spec).halves[0]
+    parts = spec.batch.micro_batch / half if kind.routed else 1
+    if parts > 1:
+        spec = replace(spec, batch=replace(spec.batch, micro_batch=half))
     halves = [half_times(spec, kind, half, (mode,))[0] for half in HALVES]
     block = halves[0] + halves[1]
-    if several:
-        block = _beside_other(spec, kind, *halves).scaled(whole.sequences / whole.halves[0])
+    if parts > 1:
+        block = _beside_other(spec, kind, *halves).scaled(parts)
     if kind.routed:
         block = _with_experts(spec, kind, block)
     return _sharded(spec, kind, block).settled()

@@ -483,9 +483,8 @@ class MixtureOfExperts(nn.Module):
         all are (tokens, d_model)."""
         if shared is None:
             return routed
-        if self.shared_gate is not None:
-            shared = shared * self.shared_gate(of_shared).sigmoid()
-        return torch.cat((routed, shared), -1) if self.config.moe.own_norms else routed + shared
+        y: Tensor = shared if self.shared_gate is None else shared * self.shared_gate(of_shared).sigmoid()
+        return torch.cat((routed, y), -1) if self.config.moe.own_norms else routed + y
 
     def route(self, x: Tensor, conversations: Conversations | None = None) -> Routes:
         """Returns the experts of each token of `x` (batch, seq, d_model), and their gates."""

@@ -220,11 +220,11 @@ class RowExchange:
 
     def __call__(self, moe: MixtureOfExperts, routed: RoutedTokens) -> RowFlight:
         """Starts to send. Slots without ends are the same number on all ranks."""
-        return RowFlight(moe, routed, self._start(moe, moe.rows(routed), routed.slots.ends))
+        return self._start(moe, routed, moe.rows(routed))
 
     @uncompiled
-    def _start(self, moe: MixtureOfExperts, rows: Tensor, ends: Ends) -> _RowsInFlight:
-        ep, n = self.ep, moe.config.moe.n_experts
+    def _start(self, moe: MixtureOfExperts, routed: RoutedTokens, rows: Tensor) -> RowFlight:
+        ep, n, ends = self.ep, moe.config.moe.n_experts, routed.slots.ends
         if ends is None:
             counts = torch.full((ep.size, n), len(rows) // n)
         else:
@@ -235,7 +235,7 @@ class RowExchange:
         out, back = self.paths([_parts(line, ep.size) for line in table])
         sent = sum(table[ep.rank])  # without those of padding
         here = None if ends is None else counts[:, mine.start : mine.stop].sum(0).cumsum(0).to(ends.dtype)
-        return _RowsInFlight(blocks, out, back, here, out.start(rows if sent == len(rows) else rows[:sent]))
+        return RowFlight(moe, routed, blocks, out, back, here, out.start(rows if sent == len(rows) else rows[:sent]))
 
     def paths(self, rows: Sequence[Sequence[int]]) -> tuple[RowPath, RowPath]:
         """Returns the way to the experts and the way back, if rank a has `rows[a][b]` rows for the experts of rank
@@ -255,8 +255,12 @@ class RowExchange:
         return RowPath(out, [to, passing, ()]), RowPath(back, [(), _transposed(passing), _transposed(to)])
 
 
-@dataclass
-class _RowsInFlight:
+@dataclass(eq=False)
+class RowFlight:
+    """Rows that RowExchange sends."""
+
+    moe: MixtureOfExperts
+    routed: RoutedTokens
     blocks: list[list[int]]
     """Rows from each rank for each expert here."""
     out: RowPath
@@ -266,37 +270,28 @@ class _RowsInFlight:
     arriving: Tensor | None
     """What the path takes to wait for rows."""
 
+    @uncompiled
+    def compute(self) -> None:
+        """Applies the experts to the rows that have arrived, and starts to send theirs back."""
+        # Reusing the name frees the received rows before the experts run.
+        received = _transpose_blocks(self.out.wait(self.take()), self.blocks)
+        computed = self.moe.experts(received, self.ends)
+        self.arriving = self.back.start(_transpose_blocks(computed, _transposed(self.blocks)))
+
+    def finish(self) -> Tensor:
+        """Returns each token's combined output, (tokens, d_model)."""
+        return self.moe.combine(self.arrived(), self.routed)
+
+    @uncompiled
+    def arrived(self) -> Tensor:
+        """Returns the outputs of this rank's rows, (rows, d_model)."""
+        return self.back.wait(self.take())
+
     def take(self) -> Tensor:
         """Returns what arrives, and leaves no reference to it."""
         arriving, self.arriving = self.arriving, None
         assert arriving is not None, "each way is waited for once"
         return arriving
-
-
-@dataclass(frozen=True)
-class RowFlight:
-    """Rows that RowExchange sends."""
-
-    moe: MixtureOfExperts
-    routed: RoutedTokens
-    rows: _RowsInFlight
-
-    @uncompiled
-    def compute(self) -> None:
-        """Applies the experts to the rows that have arrived, and starts to send theirs back."""
-        rows, blocks = self.rows, self.rows.blocks
-        # Reusing the name frees the received rows before the experts run.
-        received = _transpose_blocks(rows.out.wait(rows.take()), blocks)
-        computed = self.moe.experts(received, rows.ends)
-        rows.arriving = rows.back.start(_transpose_blocks(computed, _transposed(blocks)))
-
-    def finish(self) -> Tensor:
-        """Returns each token's combined output, (tokens, d_model)."""
-        return self.moe.combine(self._arrived(), self.routed)
-
-    @uncompiled
-    def _arrived(self) -> Tensor:
-        return self.rows.back.wait(self.rows.take())
 
 
 @dataclass(frozen=True)
@@ -397,7 +392,7 @@ class TokensSent:
     rows: int
     """Rows for them."""
 
-    take = _RowsInFlight.take
+    take = RowFlight.take
 
 
 @dataclass(frozen=True)
