@@ -38,7 +38,7 @@ MOST_LINES = {
     "config": 6642,
     "cost": 7220,
     "data": 6760,
-    "dryrun": 2710,
+    "dryrun": 2715,
     "evaluate": 670,
     "exchange": 2630,
     "foreign": 4350,
