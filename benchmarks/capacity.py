@@ -43,8 +43,8 @@ def main() -> None:
                 measured[f"{balance}, {name}"] = runs = [measure(pool, job, 1, 0.0) for job in jobs]
                 losses = " ".join(f"{run['val_loss']:.4f}" for run in runs)
                 print(f"{balance}, capacity {name}: val_loss {losses}", file=sys.stderr, flush=True)
-    del options.words  # where the text lies
-    result = {"benchmark": "capacity", "machine": machine(), "options": vars(options), "runs": measured}
+    asked = {name: value for name, value in vars(options).items() if name != "words"}  # which say where the text lies
+    result = {"benchmark": "capacity", "machine": machine(), "options": asked, "runs": measured}
     rows = [("balancing", "capacity", "validation loss", "beside none", "choices dropped")]
     for balance in BALANCES:
         plain = measured[f"{balance}, none"]
