@@ -72,6 +72,7 @@ def measure(pool: Pool, job: Job, replicas: int, slow: float) -> dict[str, Any]:
         "tokens_per_s": summary["tokens"] / curve[-1][1],
         "sent_bytes_per_step": sent,
         "staleness": summary.get("staleness"),
+        "dropped": next((row.get("dropped", 0.0) for row in rows[::-1] if row["event"] == "experts"), 0.0),
     }
 
 

@@ -19,6 +19,7 @@ from phalanx.config.cluster import Accelerator, Cluster, Link
 from phalanx.config.clusters import DEVICES, MACHINES, DeviceEntry, MachineEntry
 from phalanx.config.constraints import Interval
 from phalanx.config.corpora import CORPORA, TOKENIZERS, CorpusEntry, TokenizerEntry
+from phalanx.config.dispatchers import DISPATCHERS, DispatcherEntry
 from phalanx.config.job import Data
 from phalanx.config.trackers import TRACKERS, TrackerEntry
 from phalanx.errors import DataError, ExtensionError, JobError
@@ -45,6 +46,7 @@ __all__ = [
     "Data",
     "DataError",
     "DeviceEntry",
+    "DispatcherEntry",
     "Effect",
     "ExtensionError",
     "ExtraOption",
@@ -66,6 +68,7 @@ __all__ = [
     "cluster",
     "corpus",
     "device",
+    "dispatcher",
     "feed_forward",
     "optimizer",
     "optimizer_options",
@@ -89,6 +92,7 @@ TABLES: Mapping[str, Registry[Any]] = {
     "tracker": TRACKERS,
     "technique": TECHNIQUES,
     "axis": AXES_TABLE,
+    "dispatcher": DISPATCHERS,
 }
 """Every table that packages may add to, by the name of its function here."""
 
@@ -125,6 +129,11 @@ def tokenizer(name: str, entry: TokenizerEntry) -> None:
     """Adds a kind of tokenizer: `data.tokenizer=name`. What it makes is a `phalanx.data.tokenizer.Tokenizer`,
     and is checked when it is made. Raises ExtensionError with every problem."""
     TOKENIZERS.add(name, entry)
+
+
+def dispatcher(name: str, entry: DispatcherEntry) -> None:
+    """Adds a way of tokens to their experts: `layout.dispatch=name`. Raises ExtensionError with every problem."""
+    DISPATCHERS.add(name, entry)
 
 
 def tracker(name: str, entry: TrackerEntry) -> None:

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phalanx.axes.catalogue import unbalanced
+from phalanx.check.effect import effect_problems
 from phalanx.check.job import problems_of
 from phalanx.config.job import Data, Job, Optimizer, Train
 from phalanx.config.layout import Layout
@@ -346,6 +347,33 @@ def test_second_copies_need_whole_groups_of_sharded_parameters(layout, message):
 )
 def test_whole_experts_on_tensor_ranks(layout, message):
     found = problems(EXPERTS, **{"dp_shard": 2, "tp": 4, "sp": True} | layout)
+    assert any(message in each for each in found), found
+
+
+@pytest.mark.parametrize(
+    ("layout", "message"),
+    [
+        (
+            {"dispatch": "token"},
+            "layout.dispatch: dispatch 'token' is no dispatcher; did you mean tokens? (known: ",
+        ),
+        (
+            {"dispatch": "deepep"},
+            "deepep sends activations of bf16 or fp8, precision is fp32; nearest legal: ",
+        ),
+        ({"dispatch": "tokens", "ep_node": 2}, "ep_node 2 rows inside nodes first; nearest legal: ep_node=1, or "),
+        ({"ep_overlap": True, "micro_batch": 1}, "micro_batch 1 has no halves of sequences, which ep_overlap needs"),
+        ({"ep_overlap": True, "ep": 2}, "zero 3 gathers the experts of edp 2 ranks again for each half of ep_overlap"),
+        ({"ep_overlap": True, "tp": 2}, "tp 2 shares tokens, ep_overlap needs whole sequences; nearest legal: tp=1"),
+        ({"ep_overlap": True, "pp": 2, "schedule": "zb_h1"}, "zb_h1 has weight gradients that wait, ep_overlap none"),
+        ({"ep_overlap": True, "ep": 1}, "has no effect here: it is for expert parallelism: layout.ep above 1"),
+    ],
+)
+def test_dispatch_and_what_overlaps_it(layout, message):
+    chosen = {"dp_shard": 4, "ep": 4} | layout
+    found = problems(EXPERTS, **chosen)
+    job = replace(Job(), model=EXPERTS, layout=replace(Layout(), **chosen))
+    found += [f"{path}: {why}" for path, why in effect_problems(job, {f"layout.{name}" for name in chosen})]
     assert any(message in each for each in found), found
 
 

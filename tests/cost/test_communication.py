@@ -81,7 +81,8 @@ def test_seconds_price_the_bytes_of_the_ledger(model, tp, ring, ulysses, ep, sp,
     priced = messages_seconds(spec, here, block(here, kind), [recompute])[0]
     counted = Table()
     counted.take(block_traffic(here, kind, recompute))
-    counted.take(row_traffic(here, kind, recompute), balanced_rows(here) if shape.moe.n_experts else 0)
+    for each in row_traffic(here, kind, recompute):
+        counted.take(each, balanced_rows(here) if shape.moe.n_experts else 0)
     seconds = sum(each.forward + each.again + each.backward for each in priced.values())
     assert seconds == pytest.approx(sum(counted.entries.values()) / 1e3, rel=1e-3)
 

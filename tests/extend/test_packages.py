@@ -21,6 +21,7 @@ from phalanx.extend import (
     AxisEntry,
     CorpusEntry,
     DeviceEntry,
+    DispatcherEntry,
     Effect,
     MachineEntry,
     ScheduleEntry,
@@ -111,6 +112,13 @@ def test_a_schedule_equals_one_process(phalanx):
     done = json.loads(phalanx("verify", "small.yaml", "--layouts", *layouts, "--steps", "1", "--json"))
     assert [case["ok"] for case in done["cases"]] == [True]
     assert done["cases"][0]["grad_max_rel"] < 1e-9
+
+
+def test_a_dispatcher_equals_one_process(phalanx, tmp_path):
+    added = install(tmp_path / "counted", "counted_rows")
+    layout = "dp_shard=2,ep=2,dispatch=counted"
+    done = json.loads(phalanx("verify", "model=tiny-moe", "--layouts", layout, "--steps", "1", "--json", more=(added,)))
+    assert [(case["layout"], case["ok"]) for case in done["cases"]] == [(layout, True)]
 
 
 ADEMAMIX = ("small.yaml", "optimizer=ademamix", "optimizer.options=alpha=2,beta3=0.99", "pp=1", "schedule=1f1b")
@@ -233,7 +241,7 @@ def test_a_tokenizer_that_gives_other_ids_than_it_says_is_refused(phalanx, tmp_p
     "entry",
     [
         *(*KINDS, ScheduleEntry, DeviceEntry, MachineEntry, CorpusEntry, TokenizerEntry, TrackerEntry),
-        *(Technique, Effect, UpdateCosts, AxisEntry),
+        *(Technique, Effect, UpdateCosts, AxisEntry, DispatcherEntry),
     ],
 )
 def test_the_documentation_names_every_fact(entry: type):
@@ -241,7 +249,7 @@ def test_the_documentation_names_every_fact(entry: type):
     assert not [field.name for field in fields(entry) if f"`{field.name}`" not in page]
 
 
-@pytest.mark.parametrize("name", [*EXAMPLES, "gated", "csv_tracker", "rounding", "islands"])
+@pytest.mark.parametrize("name", [*EXAMPLES, "gated", "csv_tracker", "rounding", "islands", "counted_rows"])
 def test_the_documentation_shows_the_examples_as_they_are(name: str):
     page = (ROOT / "docs" / "reference" / "extending.md").read_text()
     assert f"```python\n{(PACKAGES / f'{name}.py').read_text()}```" in page

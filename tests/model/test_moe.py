@@ -104,6 +104,7 @@ def reference(made: under_test.MixtureOfExperts, x: Tensor) -> tuple[Tensor, dic
     seq = x.shape[1]
     capacity = math.ceil(moe.capacity * seq * moe.top_k / moe.n_experts - 1e-9) if moe.capacity else seq
     aux, z, counts, out = x.new_zeros(()), x.new_zeros(()), [0] * moe.n_experts, []
+    dropped = x.new_zeros(())
     for sequence in x:
         queue, shares = [0] * moe.n_experts, []
         for token in sequence:
@@ -129,8 +130,10 @@ def reference(made: under_test.MixtureOfExperts, x: Tensor) -> tuple[Tensor, dic
         mean = torch.stack(shares).mean(0)
         for expert, count in enumerate(queue):
             counts[expert] += count
+            dropped = dropped + max(0, count - capacity)
             aux = aux + seq * moe.aux_loss * moe.n_experts / (moe.top_k * seq) * count * mean[expert]
     penalties = {name: value for name, value in (("aux_loss", aux), ("z_loss", z)) if getattr(moe, name)}
+    penalties |= {"dropped": dropped} if moe.capacity else {}
     return torch.stack(out).view_as(x), penalties, counts
 
 
@@ -451,8 +454,8 @@ def test_rows_are_gathered_both_ways():
     row, token = TOKENS * TOP_K * D_MODEL, TOKENS * D_MODEL
     with Moved() as moved:
         slots = layer.slots(chosen)
-        rows = moe._Dispatch.apply(tokens, slots.choices, slots.rows, None, slots.kept)
-        out = moe._Combine.apply(rows, gates, slots.choices, slots.rows)
+        rows = moe.SpreadTokens.apply(tokens, slots.choices, slots.rows, None, slots.kept)
+        out = moe.Combine.apply(rows, gates, slots.choices, slots.rows)
     assert moved.numbers == 2 * row + row + token
     gradient = torch.ones_like(out)
     with Moved() as moved:

@@ -63,7 +63,7 @@ def steps(ranks, job: Job, vocab: int, count: int = 2, device: torch.device = CP
 
 def counted_steps(
     ranks, job: Job, vocab: int, count: int = 2, device: torch.device = CPU
-) -> tuple[Results, Traffic, float]:
+) -> tuple[Results, Traffic, tuple[float, float]]:
     """Also the bytes that this rank sent in a step, and the rows that it exchanged with other ranks' experts."""
     mesh = meshes.build(job.layout, device.type)
     stepper = Stepper(job, mesh, device, vocab)
@@ -96,32 +96,44 @@ def counted_steps(
             shown.append((seen.loss, seen.grad_norm))
     traffic = mesh.ledger.traffic(count)
     parameters = dict(wholes(shards, {f.name: f.value for f in shards}, mesh, ranks.rank == 0))
-    # Where blocks are recomputed, their experts count the rows again.
-    return (shown, gradients, parameters), traffic, sum(rows) / count / (2 if job.layout.recompute == "full" else 1)
+    return (shown, gradients, parameters), traffic, of_step(job, rows, count)
+
+
+def of_step(job: Job, rows: Sequence[tuple[int, int]], steps: int) -> tuple[float, float]:
+    """Returns the rows of one step, of those that were counted in several."""
+    again = 2 if job.layout.recompute == "full" else 1  # where blocks are recomputed, their experts count again
+    sums = [sum(each) / steps / again for each in zip(*(rows or [(0, 0)]), strict=True)]
+    return sums[0], sums[1]
 
 
 @contextmanager
-def counted_rows(layout: Layout) -> Iterator[list[int]]:
-    """Yields the numbers of rows that this rank exchanges with other ranks, on their way to experts inside groups of
-    ep_node ranks and then between these, as it exchanges them."""
+def counted_rows(layout: Layout) -> Iterator[list[tuple[int, int]]]:
+    """Yields the numbers of rows, or of tokens that are sent once, that this rank sends to others and gets from them,
+    on their way to experts inside groups of ep_node ranks and then between these, as it exchanges them."""
     near = layout.ep_node if layout.ep_nodes > 1 else layout.ep
-    rows, table_of = list[int](), expert._gather_counts
+    rows, table_of = list[tuple[int, int]](), expert._gather_counts
 
     def counts_of_all(ep: Axis, *own: Any) -> torch.Tensor:
         counts = table_of(ep, *own)
         table = counts.tolist()
-        experts = [expert.experts_of(len(table[0]), ep.size, rank) for rank in range(ep.size)]
+        if layout.dispatch == "rows":
+            experts = [expert.experts_of(len(table[0]), ep.size, rank) for rank in range(ep.size)]
+            parts = [[sum(line[n] for n in of) for of in experts] for line in table]
+        else:
+            parts = table
         ways = [(a, a // near * near + b % near, b) for a in range(ep.size) for b in range(ep.size)]
         hops = [(a, b, c, d) for a, middle, b in ways for c, d in ((a, middle), (middle, b))]
-        away = [(a, b) for a, b, c, d in hops if c != d and ep.rank in (c, d)]
-        rows.append(sum(table[a][n] for a, b in away for n in experts[b]))
+        out = sum(parts[a][b] for a, b, c, d in hops if c != d and ep.rank == c)
+        rows.append((out, sum(parts[a][b] for a, b, c, d in hops if c != d and ep.rank == d)))
         return counts
 
     with mock.patch.object(expert, "_gather_counts", counts_of_all):
         yield rows
 
 
-def check_bytes(job: Job, vocab: int, found: list[tuple[Traffic, float]], shares: Sequence[float] = ()) -> None:
+def check_bytes(
+    job: Job, vocab: int, found: list[tuple[Traffic, tuple[float, float]]], shares: Sequence[float] = ()
+) -> None:
     """Compares the bytes that every rank sent in a step, given the rows that it exchanged, with those predicted.
 
     Of asynchronous replicas `shares` are the parts of a step that each computed."""
@@ -129,7 +141,7 @@ def check_bytes(job: Job, vocab: int, found: list[tuple[Traffic, float]], shares
     stages = None
     if layout.pp > 1:
         stages = stages_of(job.model, layout, schedule_of(layout, equation.accumulation).stages, vocab)
-    known = layout.ep > 1 and not job.model.moe.capacity
+    known = layout.ep > 1 and not (job.model.moe.capacity and layout.dispatch == "rows")
     for rank, (sent, rows) in enumerate(found):
         expected = step_traffic(
             job.model,

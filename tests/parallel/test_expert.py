@@ -18,7 +18,8 @@ from phalanx.blocks.operator import is_expert
 from phalanx.comm.axis import Axis, Ledger, Pending
 from phalanx.config.model import ModelConfig, MoE
 from phalanx.model import moe as layers
-from phalanx.parallel.expert import RowExchange, connect, cut_experts
+from phalanx.model.transformer import Block
+from phalanx.parallel.expert import OverlappedHalves, RowExchange, TokenExchange, connect, cut_experts
 from phalanx.partition.tensor_slices import experts_of
 
 assert_close = partial(torch.testing.assert_close, rtol=1e-9, atol=1e-9)
@@ -38,6 +39,7 @@ CASES: dict[str, tuple[ModelConfig, bool]] = {
     "sigmoid and a balancing bias": (replace(SWIGLU, moe=BIASED), False),
     "capacity": (replace(SWIGLU, moe=replace(SWIGLU.moe, capacity=0.75)), False),
     "capacity, shared experts and biases": (replace(SHARED, moe=replace(SHARED.moe, capacity=1.25)), False),
+    "scaled inputs": (replace(SWIGLU, moe=replace(SWIGLU.moe, scale_inputs=True)), False),
     "one expert a rank": (replace(SHARED, moe=replace(SHARED.moe, n_experts=4)), False),
     "all tokens to the first experts": (SHARED, True),
     "all tokens to the first experts, within capacity": (replace(SHARED, moe=replace(SHARED.moe, capacity=1.0)), True),
@@ -62,7 +64,7 @@ def whole_layer(model: ModelConfig, one_sided: bool, dtype: torch.dtype = torch.
     return layer
 
 
-def part_of(whole: layers.MixtureOfExperts, ep: Axis) -> layers.MixtureOfExperts:
+def part_of(whole: layers.MixtureOfExperts, ep: Axis, exchange: Any = RowExchange) -> layers.MixtureOfExperts:
     """The same layer with this rank's experts."""
     dtype = whole.router.weight.dtype
     with torch.device("meta"):
@@ -71,7 +73,7 @@ def part_of(whole: layers.MixtureOfExperts, ep: Axis) -> layers.MixtureOfExperts
     layer.to_empty(device="cpu")
     for (name, parameter), (_, of) in zip(layer.named_parameters(), whole.named_parameters(), strict=True):
         parameter.data.copy_(held(name, of, ep).detach())
-    connect(layer, RowExchange(ep))
+    connect(layer, exchange(ep))
     return layer
 
 
@@ -117,7 +119,7 @@ def watch_sizes(layer: layers.MixtureOfExperts) -> list[list[int]]:
     return seen
 
 
-def compare_with_one_process(ranks: Any) -> dict[str, list[int]]:
+def compare_with_one_process(ranks: Any, exchange: Any) -> dict[str, list[int]]:
     """Compares every case; returns how many rows each expert here got."""
     ep = axis_of(ranks)
     x, weights = tokens_of_all(ranks.world)
@@ -125,7 +127,7 @@ def compare_with_one_process(ranks: Any) -> dict[str, list[int]]:
     loads = {}
     for case, (model, one_sided) in CASES.items():
         whole = whole_layer(model, one_sided)
-        part = part_of(whole, ep)
+        part = part_of(whole, ep, exchange)
         seen = watch_sizes(part)
         expected, of_x = run(whole, x, weights)
         y, gradient = run(part, x[mine], weights[mine])
@@ -147,13 +149,15 @@ def compare_with_one_process(ranks: Any) -> dict[str, list[int]]:
     return loads
 
 
+@pytest.mark.parametrize("exchange", [RowExchange, TokenExchange])
 @pytest.mark.parametrize("world", [2, 4])
-def test_experts_dealt_out_equal_one_process(ranks, world):
+def test_experts_dealt_out_equal_one_process(ranks, world, exchange):
     """Outputs and every gradient, also where ranks get no rows at all and experts none."""
-    loads = ranks(compare_with_one_process, world)
+    loads = ranks(compare_with_one_process, world, exchange)
     one_sided = [size for load in loads for size in load["all tokens to the first experts"]]
     assert one_sided == [BATCH * SEQ * world] * SHARED.moe.top_k + [0] * (8 - SHARED.moe.top_k)
-    assert all(len(set(load["capacity"])) == 1 for load in loads)
+    if exchange is RowExchange:
+        assert all(len(set(load["capacity"])) == 1 for load in loads)
 
 
 def traffic(ranks: Any, capacity: float, recomputed: bool) -> tuple[dict[str, tuple[int, float]], float]:
@@ -170,13 +174,13 @@ def traffic(ranks: Any, capacity: float, recomputed: bool) -> tuple[dict[str, tu
     part.zero_grad()
     ep.ledger.clear()
     chosen: list[list[int]] = []
-    compute = part.compute
+    dispatch = part.dispatch
 
-    def noted(rows: Tensor, ends: Tensor | None, tokens: Tensor) -> tuple[Tensor, Tensor | None]:
-        chosen.append(sizes_of(rows, ends, model.moe.n_experts))
-        return compute(rows, ends, tokens)
+    def noted(moe: layers.MixtureOfExperts, routed: layers.RoutedTokens) -> layers.ExpertFlight:
+        chosen.append(sizes_of(routed.slots.choices, routed.slots.ends, model.moe.n_experts))
+        return dispatch(moe, routed)
 
-    part.compute = noted
+    part.dispatch = noted
     again = (lambda x: checkpoint(part, x, use_reentrant=False)) if recomputed else part
     assert all(torch.equal(a, b) for a, b in zip(run(again, x[mine], weights[mine]), plain, strict=True))
     for name, parameter in part.named_parameters():
@@ -251,9 +255,43 @@ def test_shared_experts_compute_while_rows_travel(ranks):
         assert backward == ["start", "wait", "experts", "start", "shared", "wait"]
 
 
+def order_in_halves(ranks: Any, exchange: Any) -> tuple[list[str], list[str]]:
+    """What happens one after the other in both passes of a block whose halves overlap."""
+    ep = WatchedAxis("ep", ranks.world, ranks.rank, dist.distributed_c10d._get_default_group())
+    ep.events = []
+    block = Block(replace(SHARED, n_heads=2, seq_len=SEQ), 0, layers.Routing())
+    moe = block.get_submodule("moe")
+    assert isinstance(moe, layers.MixtureOfExperts)
+    assert moe.shared is not None
+    cut_experts(block, ep.size)
+    for part in moe.experts.modules():
+        for name, parameter in list(part.named_parameters(recurse=False)):
+            setattr(part, name, nn.Parameter(torch.zeros(parameter.shape)))
+    connect(block, exchange(ep))
+    for name, module in (("attention", block.attn), ("shared", moe.shared), ("experts", moe.experts)):
+        module.register_forward_hook(lambda *_, name=name: ep.events.append(name))
+        module.register_full_backward_hook(lambda *_, name=name: ep.events.append(name))
+    y = OverlappedHalves(block)(torch.randn(2, SEQ, WIDTH).requires_grad_(), None, None, None, None, None)
+    forward = len(ep.events)
+    y.sum().backward()
+    return ep.events[:forward], ep.events[forward:]
+
+
+@pytest.mark.parametrize("exchange", [RowExchange, TokenExchange])
+def test_one_half_of_a_micro_batch_computes_while_the_other_travels(ranks, exchange):
+    """TokenExchange has the experts' numbers travel beside the tokens, which have no gradient."""
+    start, wait = (["start"], ["wait"]) if exchange is RowExchange else (["start", "start"], ["wait", "wait"])
+    half = ["experts", "start", "shared"]
+    for forward, backward in ranks(order_in_halves, 2, exchange):
+        assert forward == ["attention", *start, "attention", *start, *wait, *half, *wait, *half, "wait", "wait"]
+        back = ["shared", "wait", "experts", "start"]
+        assert backward == ["start", "start", *back, *back, "wait", "attention", "wait", "attention"]
+
+
 def saved_outside_experts(ranks: Any) -> tuple[int, int]:
     """Tensors kept for the backward pass by the experts, routed and shared, and by what lies between."""
-    part = part_of(whole_layer(SHARED, one_sided=False), axis_of(ranks))
+    ep = axis_of(ranks)
+    part = part_of(whole_layer(SHARED, one_sided=False), ep)
     assert part.shared is not None
     inside, counts = [False], {True: 0, False: 0}
     for module in (part.experts, part.shared):
@@ -266,7 +304,11 @@ def saved_outside_experts(ranks: Any) -> tuple[int, int]:
 
     rows = torch.randn(16, WIDTH, dtype=torch.float64, requires_grad=True)
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
-        part.compute(rows, torch.full((8,), 2), rows)
+        slots = layers.Slots(rows, rows, torch.arange(2, 18, 2).int(), None)
+        flight = RowExchange(ep)._start(part, layers.RoutedTokens(rows, rows, rows, slots), rows)
+        part.shared(rows)
+        flight.compute()
+        flight.arrived()
     return counts[True], counts[False]
 
 

@@ -12,7 +12,7 @@ import torch
 
 from covering import covering, parts_of
 from parallel import test_composition, test_context_and_experts, test_pipeline
-from parallel.steps import check_bytes, counted_rows, micro_batches
+from parallel.steps import check_bytes, counted_rows, micro_batches, of_step
 from phalanx.blocks.parameters import block_shapes, count
 from phalanx.check.job import problems_of
 from phalanx.config import layout_line
@@ -68,7 +68,7 @@ DEEPSEEK = dataclasses.replace(
 DROPPING = dataclasses.replace(SWITCH, dropout=0.1)
 
 
-def counted(ranks, job: Job) -> tuple[Traffic, float, float]:
+def counted(ranks, job: Job) -> tuple[Traffic, tuple[float, float], float]:
     """Returns the traffic of one step in this rank's ledger, or the mean where steps differ; the number of rows that
     the rank exchanged with other ranks' experts; and the number of parts of a step that its replica computed."""
     mesh = meshes.build(job.layout, "cpu")
@@ -87,7 +87,7 @@ def counted(ranks, job: Job) -> tuple[Traffic, float, float]:
             for step in range(steps):
                 batches, valid = micro_batches(job, step, mesh.data_rank, VOCAB)
                 stepper.step(StepInputs(batches, step, valid, 1e-2))
-    return mesh.ledger.traffic(steps), sum(rows) / steps / (2 if job.layout.recompute == "full" else 1), share
+    return mesh.ledger.traffic(steps), of_step(job, rows, steps), share
 
 
 def stream(job: Job, stepper: Stepper, steps: int) -> None:
@@ -202,6 +202,7 @@ EXPERTS = [
     (SWITCH, "dp_shard=4,ep=2,recompute=full"),
     (SWITCH, "dp_shard=2,ep=2,recompute_cut=2*full+1*none"),
     (SWITCH, "dp_shard=4,ep=2,reshard=false,accumulation=2"),
+    (SWITCH, "dp_shard=4,ep=4,dispatch=tokens,recompute=full"),
     (SWITCH, "cp=2,ep=2"),
     (SWITCH, "cp=2,ep=2,cp_ulysses=2,zero=1,recompute=full"),
     (SWITCH, "dp_shard=2,ep=2,tp=2,sp=true"),
@@ -263,6 +264,7 @@ OTHERS = [
     (GPT, "pp=2,schedule=pipedream,accumulation=2,tp=2,sp=true"),
     (MIXTRAL, "dp_shard=2,ep=2"),
     (MIXTRAL, "dp_shard=4,ep=4,recompute=full,zero=1"),
+    (MIXTRAL, "dp_shard=2,tp=2,sp=true,ep=4,etp=1,recompute=full,dispatch=tokens"),
     (MIXTRAL, "cp=4,ep=2,cp_ulysses=2"),
     (MIXTRAL, "dp_shard=2,ep=2,pp=2,accumulation=2"),
     (dataclasses.replace(MIXTRAL, moe=dataclasses.replace(MIXTRAL.moe, n_dense_layers=2)), "dp_shard=2,ep=2,pp=3"),

@@ -321,9 +321,25 @@ BUGS = (
     Bug(
         "rows that arrive are taken to be in the order of experts, and are in that of ranks",
         "dp_shard=2,ep=2",
-        "parallel.expert:ExpertExchange.__call__",
-        (("_transpose_blocks(out.wait(received), by_rank)", "out.wait(received)"),),
+        "parallel.expert:RowFlight.compute",
+        (("_transpose_blocks(self.out.wait(self.take()), self.blocks)", "self.out.wait(self.take())"),),
         "moe.experts |",
+        model="experts",
+    ),
+    Bug(
+        "a token that is sent once has the gates of other ranks' experts, too",
+        "dp_shard=2,ep=2,dispatch=tokens",
+        "parallel.expert:arrived",
+        (("gates.where(here, 0)", "gates"),),
+        "moe",
+        model="experts",
+    ),
+    Bug(
+        "both halves of a micro-batch that overlap get the shared experts' output of the first",
+        "dp_shard=2,ep=2,ep_overlap=true",
+        "parallel.expert:OverlappedHalves.__call__",
+        (("zip(flights, shared, halves", "zip(flights, shared[:1] * 2, halves"),),
+        "blocks.0 | rows",
         model="experts",
     ),
     Bug(

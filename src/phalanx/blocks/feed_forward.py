@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from math import comb
 from typing import Literal
 
 from phalanx.blocks.operator import INDEX, PLAIN, WIDE, MemoryBound, Message, Operator, Place, SavedTensor, Weight
@@ -232,6 +233,11 @@ def routed_rows(place: Place) -> int:
     return moe.n_experts * place.tp * min(met * most, place.tokens // place.tp)
 
 
+def tokens_reaching(tokens: int, experts: int, top_k: int, ranks: int) -> int:
+    """Returns how many of `tokens`, whose experts are any `top_k` of all, have some on one of `ranks` ranks."""
+    return round(tokens * (1 - comb(experts - experts // ranks, top_k) / comb(experts, top_k)))
+
+
 def sequences_met(sequences: int, tokens: int, ranks: int) -> int:
     """Returns the most of `sequences` of `tokens` each that one of equal runs of their tokens meets, a run per rank."""
     run = sequences * tokens // ranks
@@ -297,9 +303,9 @@ def _routing_messages(place: Place) -> Iterator[Message]:
         if place.folds:
             yield Message("tp", "all_gather", chosen, "index", forward=1, full=1)
         yield Message("cp", "all_gather", place.cp * chosen, "index", forward=1, full=1)
-    else:
-        n = place.slices
-        yield Message("ep", "all_gather", place.ep * moe.n_experts, "index", forward=n, full=n)
+    if place.once or not moe.capacity:
+        n, numbers = place.slices * len(place.halves), moe.n_experts + place.ep * place.once
+        yield Message("ep", "all_gather", place.ep * numbers, "index", forward=n, full=n)
 
 
 def _moving(place: Place, work: MemoryBound, rows: float, *saved: SavedTensor) -> Operator:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import Literal, NamedTuple
 
+from phalanx.config.dispatchers import sends_tokens
 from phalanx.config.layout import Layout, Recompute
 from phalanx.config.model import ModelConfig
 from phalanx.hashed import Hashed, hashed_once
@@ -426,6 +427,8 @@ INDEX = 8
 """Bytes of a count, an expert's number or an index into a tensor (int64)."""
 Half = Literal["attention", "feed_forward"]
 """The halves of a block."""
+EXPERT_NUMBER = 4
+"""Bytes of the number of a token's expert that is sent with it (int32)."""
 WIDE = 4
 """Least bytes per element of losses, routers and sums over attention (fp32)."""
 
@@ -460,6 +463,10 @@ class Place(NamedTuple):
     """Layers that run in tiles, by the names of `layout.tile`."""
     ep_nodes: int = 1
     """Groups of expert ranks between which rows travel after they did so inside them (layout.ep_nodes)."""
+    once: bool = False
+    """Whether a token is sent once to each rank with some of its experts (layout.dispatch), not once per expert."""
+    overlaps: bool = False
+    """Whether both halves of the sequences are sent in turn (layout.ep_overlap)."""
     folds: bool = False
     """Whether tensor ranks hold whole experts, and each routes its own tokens (layout.folds)."""
     exchange: Literal["both", "enter", "leave"] = "both"
@@ -474,6 +481,12 @@ class Place(NamedTuple):
     def ep_shard(self) -> int:
         """Expert ranks along dp_shard × cp."""
         return max(1, self.ep // (self.tp if self.folds else 1))
+
+    @property
+    def halves(self) -> tuple[int, ...]:
+        """Sequences that are sent to experts at a time."""
+        there = self.sequences // 2 if self.overlaps else 0
+        return (self.sequences - there, there) if there else (self.sequences,)
 
     @property
     def tokens(self) -> int:
@@ -555,5 +568,7 @@ def place_of(
         ring_rank=ring_rank,
         tiled=layout.tiled_layers if layout.tiles > 1 else frozenset(),
         ep_nodes=layout.ep_nodes,
+        overlaps=layout.ep > 1 and layout.ep_overlap,
+        once=layout.ep > 1 and sends_tokens(layout.dispatch),
         folds=layout.folds,
     )

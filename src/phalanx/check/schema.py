@@ -12,6 +12,7 @@ from phalanx.config import reference
 from phalanx.config.clusters import ACCELERATORS, CLUSTERS, LOCAL
 from phalanx.config.constraints import Constraint, FolderName, Interval, Matches
 from phalanx.config.corpora import BUILT_IN, CORPORA, OWN_TEMPLATE, TOKENIZERS
+from phalanx.config.dispatchers import DISPATCHERS
 from phalanx.config.fields import NESTED_SECTIONS, SECTION_SHORTHAND, constraints
 from phalanx.config.layout import TILED
 from phalanx.config.layout_line import SECTION
@@ -32,6 +33,7 @@ def known_names() -> dict[str, list[str]]:
         "cluster.accelerator.name": [*ACCELERATORS],
         "layout.schedule": [*SCHEDULES],
         "layout.tile": [*TILED, "all"],
+        "layout.dispatch": [*DISPATCHERS],
         "data.corpus": [*CORPORA],
         "data.tokenizer": [*TOKENIZERS],
         "data.template": [OWN_TEMPLATE, *BUILT_IN],

@@ -53,6 +53,11 @@ class Layout(Hashed):
     ep_node: Annotated[int, Interval(1)] = 1
     """Neighbouring ranks of ep, those of a node, that exchange tokens first, before the ranks at one place of every
     node do (hierarchical all-to-all); 1: all of ep at once."""
+    dispatch: Annotated[str, Example("tokens")] = "rows"
+    """Way of tokens to the ranks of their experts: rows, an all-to-all of a row per token and expert; tokens, one that
+    sends each token once to every rank with some of its experts; deepep, DeepEP's kernels; or that of a package."""
+    ep_overlap: bool = False
+    """Overlap both all-to-alls of each half of a micro-batch's sequences with attention and experts of the other."""
     zero: Literal[1, 2, 3] = 3
     """State that dp_shard shards: 1 optimizer state, 2 gradients too, 3 parameters too (FSDP)."""
     reshard: bool = True

@@ -134,16 +134,16 @@ def backward_moments(place: Place, kind: LayerKind, *, splits: bool = False) -> 
 
 def _rows_return(place: Place, kind: BlockKind) -> Moment:
     """Returns the moment of a repeated forward pass at which experts' outputs go back, beside what the block saves but
-    for what comes later: these in both orders, the rows that were sent, and the outputs of shared experts and
-    attention."""
+    for what comes later: these in both orders, and the outputs of shared experts and attention."""
     rows = routed_rows(place) * (place.model.moe.latent or place.model.d_model) / place.routed_share
+    rows /= len(place.halves)
     outputs = place.hidden / place.token_share * (1 + (place.model.moe.n_shared > 0))
     later, shares = 0.0, _shares(place)
     for operator in half_block(place, kind, "feed_forward")[::-1]:
         if operator.name.startswith(("combine", "shared", "experts")):
             break
         later += place.tokens * sum(each.size / shares[each.cut] for each in operator.saved)
-    return Moment(((3 * rows + outputs) * place.width - later) / place.slices, 0, 0, 1)
+    return Moment(((2 * rows + outputs) * place.width - later) / place.slices, 0, 0, 1)
 
 
 def _backward_order(place: Place, kind: BlockKind, half: Half) -> Sequence[Operator]:

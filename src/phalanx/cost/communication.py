@@ -140,12 +140,19 @@ def _exchange(cluster: Cluster, nodes: int, inside: float, outside: float) -> fl
 
 @lru_cache(100_000)
 def dispatch_seconds(
-    cluster: Cluster, tokens: float, width: float, copies: float, group: RankGroup, *, once: bool
+    cluster: Cluster,
+    tokens: float,
+    width: float,
+    copies: float,
+    group: RankGroup,
+    *,
+    once: Literal[False, "node", "rank"],
 ) -> float:
     """Returns the seconds of sending tokens of `width` bytes to `copies` experts each, balanced over `group`.
 
-    `once`: a token crosses the network once to each node that has some of its experts, where it is forwarded (DeepEP,
-    HybridEP; DeepSeek-V3, section 3.2.2), and within a node once to each device; otherwise once per expert."""
+    `once` per node: a token crosses the network once to each node that has some of its experts, where it is forwarded
+    (DeepEP, HybridEP; DeepSeek-V3, section 3.2.2), and within a node once to each device; once per rank: wherever that
+    is; otherwise once per expert."""
     n = group.ranks
     if n == 1 or tokens <= 0:
         return 0.0
@@ -153,6 +160,8 @@ def dispatch_seconds(
     nodes = ceil(n / near)
     if not once:
         return _all_to_all(cluster, tokens * width * copies, n, near, nodes)
+    if once == "rank":
+        return _all_to_all(cluster, tokens * width * n * (1 - (1 - 1 / n) ** copies), n, near, nodes)
     reached = nodes * (1 - (1 - 1 / nodes) ** copies)
     devices = n * (1 - (1 - 1 / n) ** copies)
     inside = tokens * width * devices * (near - 1) / near
@@ -281,7 +290,7 @@ def message_seconds(spec: StepSpec, place: Place, message: Message) -> float:
         if place.ep_nodes > 1:  # inside groups first, then between them
             near = ranks.ranks // place.ep_nodes
             several = [RankGroup(near, ranks.stride), RankGroup(place.ep_nodes, ranks.stride * near)]
-        once = framework.ep_once
+        once = framework.ep_once and ("node" if framework.ep_forwards else "rank")
         return sum(dispatch_seconds(cluster, sent, row, message.copies, each, once=once) for each in several)
     elif message.collective == "send":
         ranks = RankGroup(2, group(layout, message.axis).stride)

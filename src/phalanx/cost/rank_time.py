@@ -195,9 +195,14 @@ def block_held(spec: StepSpec, kind: BlockKind) -> ParameterCounts:
 @lru_cache(50_000)
 def block_time(spec: StepSpec, kind: BlockKind) -> RankTime:
     """Returns the time of one block with its communication, recomputed as `layout.recompute` says."""
-    mode = spec.layout.mode
+    mode, half = spec.layout.mode, place(spec).halves[0]
+    parts = spec.batch.micro_batch / half if kind.routed else 1
+    if parts > 1:
+        spec = replace(spec, batch=replace(spec.batch, micro_batch=half))
     halves = [half_times(spec, kind, half, (mode,))[0] for half in HALVES]
     block = halves[0] + halves[1]
+    if parts > 1:
+        block = _beside_other(spec, kind, *halves).scaled(parts)
     if kind.routed:
         block = _with_experts(spec, kind, block)
     return _sharded(spec, kind, block).settled()
@@ -217,6 +222,42 @@ def _with_experts(spec: StepSpec, kind: BlockKind, block: RankTime) -> RankTime:
         ep=exposed * block.ep,
         forward=block.forward - hidden,
         forward_communication=block.forward_communication - hidden,
+    )
+
+
+def _beside_other(spec: StepSpec, kind: BlockKind, attention: RankTime, experts: RankTime) -> RankTime:
+    """Returns the time of a block for half a micro-batch, on average over both halves: while the first one's tokens
+    travel to their experts the second attends; while the second's do, and the first one's come back, experts compute;
+    and shared experts while the second's come back."""
+    layout, framework, device = spec.layout, spec.framework, spec.cluster.accelerator
+    here, block = place(spec), attention + experts
+    work = half_block(here, kind, "feed_forward")
+    slowdown = framework.block_slowdown(kind)
+    routed, shared = (
+        operator_seconds(
+            *(device, [each for each in work if each.name.startswith(part)], framework, spec.products),
+            *(layout.tp, layout.ep_shard),
+            slowdown=slowdown,
+        )
+        for part in ("experts.", "shared.")
+    )
+    # A CPU moves bytes and computes with the same cores; dispatchers' kernels take cores of an accelerator.
+    slowed = framework.interference - 1 if device.host_us else framework.ep_cores / device.cores
+    messages = messages_seconds(spec, here, work, (layout.mode,))[0].get("ep", NO_MESSAGES)
+    attends = attention.forward - attention.forward_communication
+    attends_back = attention.products + attention.streams + attention.recompute - attends
+    hidden = []
+    for travels, beside in (
+        (messages.forward, (attends, routed.forward, routed.forward, shared.forward)),
+        (messages.backward, (attends_back, routed.backward, routed.backward, shared.backward)),
+    ):
+        # Of the two halves' four all-to-alls, each takes half of what one half's two take.
+        hidden.append(travels - sum(added(travels / 2, work, slowed) for work in beside) / 2)
+    return replace(
+        block,
+        ep=block.ep - sum(hidden),
+        forward=block.forward - hidden[0],
+        forward_communication=block.forward_communication - hidden[0],
     )
 
 

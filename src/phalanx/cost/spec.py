@@ -89,6 +89,8 @@ class Framework(Hashed):
     section 4.1) without sp, with which they hold parts already."""
     ep_once: bool = False
     """Whether a token is sent once to each node with some of its experts (DeepEP, HybridEP), not once per expert."""
+    ep_forwards: bool = True
+    """ep_once: whether it is passed on there to the ranks of that node; otherwise it is sent once to each rank."""
     ep_maps: bool = False
     """Whether every rank gathers and reads which experts each token of the others goes to, a byte for each pair
     (HybridEP's allgather_routing_map)."""

@@ -14,9 +14,9 @@ from functools import cache
 from typing import NamedTuple
 
 from phalanx.axes.catalogue import agreement
-from phalanx.blocks.feed_forward import routed_rows
+from phalanx.blocks.feed_forward import routed_rows, tokens_reaching
 from phalanx.blocks.kinds import BlockKind, block
-from phalanx.blocks.operator import Operator, Place, place_of
+from phalanx.blocks.operator import EXPERT_NUMBER, Operator, Place, place_of
 from phalanx.blocks.parameters import weight_of
 from phalanx.blocks.residual import boundary, embedding, head
 from phalanx.config.corpora import Compared
@@ -80,23 +80,33 @@ def block_traffic(place: Place, kind: BlockKind, recompute: Recompute) -> Table:
 
 
 @cache
-def row_traffic(place: Place, kind: BlockKind, recompute: Recompute) -> Table:
-    """Returns the traffic of one row that a rank sends to an expert on another rank or back: sent once, once more for
-    its gradient, and again if blocks are recomputed."""
-    table = Table()
-    messages = [each for operator in block(place, kind) for each in operator.messages if each.copies]
-    for message in messages:
-        row = message._replace(elements=place.model.d_model)
-        table.note("ep", message.collective, place.bytes_of(row) * message.times(recompute) / len(messages))
-    return table
+def row_traffic(place: Place, kind: BlockKind, recompute: Recompute) -> tuple[Table, Table]:
+    """Returns the traffic of one row that a rank sends to experts on another rank, and of one that it gets from there
+    and sends back: once, once more for its gradient, and again if blocks are recomputed. A token that is sent once has
+    its gates with it, and its experts' numbers, which have no gradient."""
+    out, back = Table(), Table()
+    for operator in block(place, kind):
+        for message in (each for each in operator.messages if each.copies):
+            there = operator.name == "dispatch"
+            beside = place.model.moe.top_k if place.once and there else 0
+            row = place.bytes_of(message._replace(elements=place.model.d_model + beside))
+            sent, returned = (out, back) if there else (back, out)
+            times = message.forward + message.again(recompute)
+            sent.note("ep", message.collective, times * (row + EXPERT_NUMBER * beside))
+            returned.note("ep", message.collective, message.back(recompute) * row)
+    return out, back
 
 
 def balanced_rows(place: Place) -> float:
-    """Returns the rows that a rank sends to other ranks, to experts and back, in a block with experts: with a capacity
-    every slot, without one the same number to every rank."""
+    """Returns the rows that a rank sends to experts on other ranks in a block with experts: with a capacity every slot,
+    without one the same number to every rank; or the tokens, if each is sent once."""
+    if place.once:
+        moe, each = place.model.moe, place.tokens // place.routed_share // place.sequences
+        halves = (tokens_reaching(half * each, moe.n_experts, moe.top_k, place.ep) for half in place.halves)
+        return (place.ep - 1) * sum(halves)
     nodes, near = place.ep_nodes, place.ep // place.ep_nodes
     hops = (near - 1) / near + (nodes - 1) / nodes
-    return 2 * routed_rows(place) / (place.tp if place.folds else 1) * hops
+    return routed_rows(place) / (place.tp if place.folds else 1) * hops
 
 
 def _traffic(place: Place, operators: Iterable[Operator], recompute: Recompute) -> Table:
@@ -464,7 +474,7 @@ def step_traffic(
     vocab: int | None = None,
     stages: Sequence[range] | None = None,
     rank: int = 0,
-    rows: float | None = None,
+    rows: tuple[float, float] | None = None,
     optimizer: Optimizer = ADAMW,
     compared: Compared = "",
     conversations: int = 1,
@@ -478,7 +488,7 @@ def step_traffic(
     sums gradients of parameters that they shard unevenly. `precision`, `gradients` and `fp8_scaling` are `train`'s,
     `vocab` the tokenizer's vocabulary size if the model leaves it open. `stages` are the layers of each pipeline stage
     (phalanx.partition.cut.stages_of); None: those of `layout.pp_cut`. `rows` are those that this rank sent to other
-    ranks' experts, or as an expert's rank back to theirs, in the forward passes of all layers and micro-batches, if
+    ranks' experts, and as an expert's rank back to theirs, in the forward passes of all layers and micro-batches, if
     known: each layer counts an equal share of them, which matters if layers recompute differently. An `optimizer` that
     updates whole matrices sends pieces of them. `compared`: what the loss compares. `conversations`: the most that
     are packed into a sequence, known once the data are read.
@@ -516,13 +526,15 @@ def step_traffic(
                 continue
             routed[kind] += number * passes.forward
             if rows is None:
-                here.take(row_traffic(place, *kind), number * balanced_rows(place))
+                for each in row_traffic(place, *kind):
+                    here.take(each, number * balanced_rows(place))
         if compared == "pairs" and stage == last:
             here.add("cp", "all_reduce", batch.micro_batch * SEQUENCE_SUM, layout.cp)
         passed.take(here, passes.forward / plan.slices)
     if rows is not None:
         for kind, blocks in routed.items():
-            passed.take(row_traffic(place, *kind), rows * (blocks / routed.total()))
+            for each, moved in zip(row_traffic(place, *kind), rows, strict=True):
+                passed.take(each, moved * (blocks / routed.total()))
     passed.note("pp", "send", work.sends * place.bytes_of(boundary(place)))
     table.take(passed, share / work.steps)
     more = PAIR_STATUS if compared else MTP_STATUS if model.mtp else 0

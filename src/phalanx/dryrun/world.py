@@ -34,14 +34,17 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from phalanx.blocks.feed_forward import tokens_reaching
 from phalanx.comm import calls
 from phalanx.config.cluster import Cluster
+from phalanx.config.dispatchers import DISPATCHERS
 from phalanx.dryrun.gpu import NamedDevices, device_of_torch, pretended_gpu
 from phalanx.dryrun.operations import FAKE, RealTensors, flops_of, result_without_data
 from phalanx.dryrun.results import LARGE_FLOATS, Remembered, described, make, remember, remembered_on
 from phalanx.errors import JobError
 from phalanx.launch.process_group import shutdown
 from phalanx.launch.watchdog import heartbeat
+from phalanx.parallel import expert
 from phalanx.parallel.offload import is_on_host
 
 aten = torch.ops.aten
@@ -435,6 +438,11 @@ def _forget_cached() -> None:
                     each.cache_clear()
 
 
+def _evenly_reached(ends: Tensor, chosen: Tensor, n: int) -> Tensor:
+    """Returns the number of tokens with experts on each of several ranks, if their choices are any of all `n`."""
+    return ends.new_full((len(ends),), tokens_reaching(len(chosen), n, chosen.shape[1], len(ends))).long()
+
+
 @contextmanager
 def pretended(
     rank: int, world: int, device: torch.device, cluster: Cluster, phase: Callable[[], str]
@@ -470,6 +478,8 @@ def pretended(
             (dist, "get_backend", lambda _=None: backend),
             (dist, "all_reduce", noting_reduction),
             (torch.UntypedStorage, "resize_", resize),
+            (expert, "dispatcher", lambda name, _: DISPATCHERS.code(DISPATCHERS[name].sends, "make")),
+            (expert, "_reached", _evenly_reached),
             (FakeTensor, "data_ptr", _address),
             (FakeTensor, "numpy", lambda x, **_: dry.numpy(x)),
             # Modules that are moved get new parameters instead of new memory under the old ones.

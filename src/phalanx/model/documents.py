@@ -38,6 +38,7 @@ class Documents:
         self.places, self.host = places, host
         """The tokens of each position of a ring, as runs, if these go by documents."""
         self.cuts = dict[int, DocumentCut]()
+        self.parts = dict[tuple[int | None, int | None], Documents]()
         self.by_chunk: dict[int, Documents] = {}
         """The chunks of the documents as documents, by their tokens."""
 
@@ -77,8 +78,12 @@ class Documents:
         return moved
 
     def part(self, samples: slice) -> Documents:
-        """Returns those of some of the sequences."""
-        return Documents(self.numbers[samples], self.places, None if self.host is None else self.host[samples])
+        """Returns those of some of the sequences. The layers share them."""
+        key = samples.start, samples.stop
+        if key not in self.parts:
+            host = None if self.host is None else self.host[samples]
+            self.parts[key] = Documents(self.numbers[samples], self.places, host)
+        return self.parts[key]
 
     def cut(self, place: int, window: int) -> DocumentCut:
         """Returns what a position of a ring sees of the others' keys. The layers share it."""

@@ -17,7 +17,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -294,7 +294,8 @@ class Statistics(NamedTuple):
     loads: dict[int, Tensor]
     """By layer, the number of tokens that chose each expert, (n_experts,) of int64, without padding."""
     penalties: dict[str, Tensor]
-    """"aux_loss" and "z_loss", coefficients included, summed over layers and tokens, in fp64."""
+    """"aux_loss" and "z_loss", coefficients included, summed over layers and tokens, in fp64; with a capacity
+    "dropped", the number of choices without a row."""
 
 
 @dataclass(eq=False)
@@ -344,6 +345,8 @@ class Routes(NamedTuple):
     """Each token's experts, (batch, seq, top_k) of int64."""
     gates: Tensor
     """The factors of those experts' outputs, in the same shape, in at least fp32."""
+    slots: Slots
+    """The rows of those choices."""
 
 
 class Slots(NamedTuple):
@@ -377,22 +380,56 @@ class Router(Linear):
         return self.multiply(input, self.weight, self.logit_bias)
 
 
-Dispatch = Callable[["MixtureOfExperts", Tensor, Ends, Tensor], tuple[Tensor, Tensor | None]]
-"""Computes a layer's routed and shared experts: (layer, rows, ends, tokens), as `MixtureOfExperts.compute`."""
+class RoutedTokens(NamedTuple):
+    """The tokens of a layer, with their experts."""
+
+    tokens: Tensor
+    """What the routed experts read, (tokens, d_model)."""
+    chosen: Tensor
+    """Each token's experts, (tokens, top_k), by their numbers or, from `order` on, in the order of rows."""
+    gates: Tensor
+    """The factors of their outputs, or inputs, in the same shape and the tokens' type; 0 for a choice that is
+    dropped."""
+    slots: Slots
 
 
-def compute_here(moe: MixtureOfExperts, rows: Tensor, ends: Ends, tokens: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Applies the experts of `moe`, all of which this rank holds."""
-    return moe.experts(rows, ends), None if moe.shared is None else moe.shared(tokens)
+class ExpertFlight(Protocol):
+    """Tokens on their way to their experts and back. Between the three calls other work may be done."""
+
+    def compute(self) -> None:
+        """Applies this rank's experts to what has arrived for them, and starts to send it back."""
+        ...
+
+    def finish(self) -> Tensor:
+        """Returns each token's combined output, (tokens, d_model)."""
+        ...
+
+
+Dispatch = Callable[["MixtureOfExperts", RoutedTokens], ExpertFlight]
+"""Starts to send a layer's tokens to their experts."""
+
+
+class LocalExperts:
+    """The `dispatch` of a rank that holds all experts: nothing is sent."""
+
+    def __init__(self, moe: MixtureOfExperts, routed: RoutedTokens):
+        self.out = moe.combine(moe.experts(moe.rows(routed), routed.slots.ends), routed)
+
+    def compute(self) -> None:
+        """Does nothing: it is done."""
+
+    def finish(self) -> Tensor:
+        """Returns the output, (tokens, d_model)."""
+        return self.out
 
 
 class MixtureOfExperts(nn.Module):
     """The mixture-of-experts layer of block `layer`: router, routed experts and, if any, the shared experts, as one MLP
-    of their common width (DeepSeek-V3, section 2.1.2). A layout may replace `dispatch`, which brings rows to their
+    of their common width (DeepSeek-V3, section 2.1.2). A layout may replace `dispatch`, which brings tokens to their
     experts, `order`, which numbers experts in the order of their rows, and `run_cheap`, which calls what is cheap to
     repeat."""
 
-    dispatch: Dispatch = staticmethod(compute_here)
+    dispatch: Dispatch = LocalExperts
     order: Callable[[Tensor], Tensor] = staticmethod(lambda chosen: chosen)
     run_cheap: RunCheap = staticmethod(run)
 
@@ -411,31 +448,43 @@ class MixtureOfExperts(nn.Module):
     def forward(self, x: Tensor, conversations: Conversations | None = None) -> Tensor:
         """Applies the layer, (batch, seq, d_model) to the same shape, or with norms of their own to the outputs of
         routed and shared experts in a row. Without `conversations` every sequence is one."""
+        flight, of_shared = self.send(x, conversations)
+        shared = None if self.shared is None else self.shared(of_shared)  # while tokens travel
+        flight.compute()
+        return self.joined(flight.finish(), shared, of_shared).unflatten(0, x.shape[:2])
+
+    def send(self, x: Tensor, conversations: Conversations | None) -> tuple[ExpertFlight, Tensor]:
+        """Routes the tokens of `x` (batch, seq, d_model) and starts to send them. Returns their flight, and what the
+        shared experts read, (tokens, d_model)."""
         conversations = None if conversations is None else self.routing.sequences.here(conversations)
         routes, tokens = self.route(x, conversations), x.flatten(0, 1)
         of_shared = tokens if self.shared_scale is None else tokens * self.shared_scale
         tokens = tokens if self.expert_scale is None else tokens * self.expert_scale
-        slots = self.slots(routes.chosen, conversations)
         gates = routes.gates.flatten(0, 1).to(tokens.dtype)
-        if slots.kept is not None:
-            gates = gates.where(slots.kept, 0)
-        scaled = self.config.moe.scale_inputs
-        of_rows = (gates if scaled else None), slots.kept
-        rows = self.run_cheap(_Dispatch.apply, tokens, slots.choices, slots.rows, *of_rows)
-        routed, shared = self.compute(rows, slots.ends, of_shared)
-        if shared is not None and self.shared_gate is not None:
-            shared = shared * self.shared_gate(of_shared).sigmoid()
-        if scaled:  # without biases the rows of dropped choices are zeros, but they stand for others' rows
-            gates = None if slots.kept is None else slots.kept.to(routed.dtype)
-        out: Tensor = _Combine.apply(routed, gates, slots.choices, slots.rows)  # pyright: ignore[reportAssignmentType]
-        if self.config.moe.own_norms and shared is not None:
-            return torch.cat((out, shared), -1).unflatten(0, x.shape[:2])
-        return (out if shared is None else out + shared).view_as(x)
+        if routes.slots.kept is not None:
+            gates = gates.where(routes.slots.kept, 0)
+        routed = RoutedTokens(tokens, routes.chosen.flatten(0, 1), gates, routes.slots)
+        return self.dispatch(self, routed), of_shared
 
-    def compute(self, rows: Tensor, ends: Ends, tokens: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Returns the experts' outputs for `rows` (rows, d_model), sorted by expert, and the shared experts' for all
-        `tokens` (batch × seq, d_model): in one call, so that a layout can overlap both with communication."""
-        return self.dispatch(self, rows, ends, tokens)
+    def rows(self, routed: RoutedTokens) -> Tensor:
+        """Returns what experts read, (rows, d_model), sorted by expert."""
+        slots, gates = routed.slots, routed.gates if self.config.moe.scale_inputs else None
+        return self.run_cheap(SpreadTokens.apply, routed.tokens, slots.choices, slots.rows, gates, slots.kept)
+
+    def combine(self, rows: Tensor, routed: RoutedTokens) -> Tensor:
+        """Returns the sum of each token's `rows` (rows, d_model), as experts have computed them: (tokens, d_model)."""
+        slots, gates = routed.slots, routed.gates
+        if self.config.moe.scale_inputs:  # without biases the rows of dropped choices are zeros, but stand for others'
+            gates = None if slots.kept is None else slots.kept.to(rows.dtype)
+        return Combine.apply(rows, gates, slots.choices, slots.rows)  # pyright: ignore[reportReturnType]
+
+    def joined(self, routed: Tensor, shared: Tensor | None, of_shared: Tensor) -> Tensor:
+        """Returns the sum of the outputs of routed and of `shared` experts, or with norms of their own both in a row;
+        all are (tokens, d_model)."""
+        if shared is None:
+            return routed
+        y: Tensor = shared if self.shared_gate is None else shared * self.shared_gate(of_shared).sigmoid()
+        return torch.cat((routed, y), -1) if self.config.moe.own_norms else routed + y
 
     def route(self, x: Tensor, conversations: Conversations | None = None) -> Routes:
         """Returns the experts of each token of `x` (batch, seq, d_model), and their gates."""
@@ -450,9 +499,10 @@ class MixtureOfExperts(nn.Module):
         gates = gates * moe.route_scale
         if self.router.gate_scale is not None:
             gates = gates * self.router.gate_scale[chosen]
+        routes = Routes(chosen, gates, self.slots(chosen, conversations))
         if torch.is_grad_enabled():
-            gates = self._record_loads(logits, scores, Routes(chosen, gates), conversations)
-        return Routes(chosen, gates)
+            gates = self._record_loads(logits, scores, routes, conversations)
+        return routes._replace(gates=gates)
 
     def _choose(self, scores: Tensor) -> Tensor:
         """Returns the top_k experts by `scores` (batch, seq, n_experts), within the best groups if there are any."""
@@ -469,7 +519,7 @@ class MixtureOfExperts(nn.Module):
         self, logits: Tensor, scores: Tensor, routes: Routes, conversations: Conversations | None
     ) -> Tensor:
         """Returns the gates; their backward pass adds the penalties' gradients and records penalties and loads."""
-        moe, (chosen, gates) = self.config.moe, routes
+        moe, (chosen, gates, slots) = self.config.moe, routes
         if conversations is None:
             counts = self.routing.sequences.counts(chosen, moe.n_experts)
         else:
@@ -489,6 +539,8 @@ class MixtureOfExperts(nn.Module):
                 moe.z_loss * (squares if conversations is None else squares * conversations.real).sum()
             )
         noted = {name: penalty.detach() for name, penalty in penalties.items()}
+        if moe.capacity and slots.kept is not None:
+            noted["dropped"] = counts.sum() - slots.kept.sum()
         penalty = sum(penalties.values(), start=gates.new_zeros(()))
         return self._recorded(gates, penalty, counts.sum(0), noted)
 
@@ -506,17 +558,7 @@ class MixtureOfExperts(nn.Module):
         n, kept, chosen = self.config.moe.n_experts, None, self.order(chosen)
         if conversations is not None:
             kept = conversations.real.unsqueeze(-1).expand_as(chosen)
-            chosen = chosen.where(kept, n)  # behind the rows of all experts
-            kept = kept.flatten(0, 1)
-        experts, choices = chosen.flatten().sort(stable=True)
-        ends = torch.searchsorted(experts, torch.arange(n, device=chosen.device), right=True).int()
-        rows = torch.empty_like(choices).scatter_(0, choices, torch.arange(len(choices), device=chosen.device))
-        rows = rows.view(-1, chosen.shape[-1])
-        if kept is not None:
-            rows = rows.where(kept, 0)
-            # That row is computed even if all is padding: it is multiplied by zero, which it must stay.
-            ends = ends.maximum(F.pad(ends.new_ones(1), (n - 1, 0)))
-        return Slots(choices, rows, ends, kept)
+        return slots_of(chosen, n, kept)
 
     @uncompiled
     def _within_capacity(self, chosen: Tensor, conversations: Conversations | None) -> Slots:
@@ -545,6 +587,23 @@ class MixtureOfExperts(nn.Module):
         places = torch.arange(chosen.numel(), device=chosen.device)
         choices.scatter_(0, row.where(kept, last).flatten(), places)
         return Slots(choices[:-1], row.where(kept, 0).view(-1, top_k), None, kept.reshape(-1, top_k))
+
+
+def slots_of(chosen: Tensor, n: int, kept: Tensor | None) -> Slots:
+    """Returns the rows of choices (..., choices) among `n` experts, or of those that are `kept`: in the order of the
+    experts, and of the tokens."""
+    if kept is not None:
+        chosen = chosen.where(kept, n)  # behind the rows of all experts
+        kept = kept.flatten(0, -2)
+    experts, choices = chosen.flatten().sort(stable=True)
+    ends = torch.searchsorted(experts, torch.arange(n, device=chosen.device), right=True).int()
+    rows = torch.empty_like(choices).scatter_(0, choices, torch.arange(len(choices), device=chosen.device))
+    rows = rows.view(-1, chosen.shape[-1])
+    if kept is not None:
+        rows = rows.where(kept, 0)
+        # That row is computed even if none is kept: it is multiplied by zero, which it must stay.
+        ends = ends.maximum(F.pad(ends.new_ones(1), (n - 1, 0)))
+    return Slots(choices, rows, ends, kept)
 
 
 class _LayerStatistics(NamedTuple):
@@ -612,7 +671,7 @@ def _capacities(moe: MoE, seq_len: int, device: torch.device) -> Tensor:
     return torch.tensor([moe.most_tokens(tokens) for tokens in range(seq_len + 1)], device=device)
 
 
-class _Dispatch(torch.autograd.Function):
+class SpreadTokens(torch.autograd.Function):
     """Copies tokens (tokens, d_model) to the rows of their choices, (rows, d_model), times their `gates` (tokens,
     top_k) if there are any. The backward pass gathers the gradients of a token's rows, and sums them."""
 
@@ -621,7 +680,7 @@ class _Dispatch(torch.autograd.Function):
         ctx: Any, tokens: Tensor, choices: Tensor, rows: Tensor, gates: Tensor | None, kept: Tensor | None
     ) -> Tensor:
         ctx.save_for_backward(None if gates is None else tokens, rows, gates, kept)
-        x = tokens.index_select(0, _tokens_of(choices, rows))
+        x = tokens.index_select(0, tokens_of(choices, rows))
         return x if gates is None else x.mul_(_gates_of(choices, gates))
 
     @staticmethod
@@ -632,7 +691,7 @@ class _Dispatch(torch.autograd.Function):
         return _sums(gradient, rows, factors), None, None, of_gates, None
 
 
-class _Combine(torch.autograd.Function):
+class Combine(torch.autograd.Function):
     """Sums the rows `routed` (rows, d_model) of each token's choices, times their gates (tokens, top_k) if there are
     any: (tokens, d_model). The backward pass gathers as well."""
 
@@ -648,7 +707,7 @@ class _Combine(torch.autograd.Function):
         choices = choices[: ctx.rows]  # fewer if padding was not sent to other ranks
         of_gates = None if routed is None else _dots(gradient.contiguous(), routed, rows)
         factors = None if gates is None else _gates_of(choices, gates)
-        return _sums(gradient, _tokens_of(choices, rows).unsqueeze(1), factors), of_gates, None, None
+        return _sums(gradient, tokens_of(choices, rows).unsqueeze(1), factors), of_gates, None, None
 
 
 def _gates_of(choices: Tensor, gates: Tensor) -> Tensor:
@@ -656,7 +715,7 @@ def _gates_of(choices: Tensor, gates: Tensor) -> Tensor:
     return F.pad(gates.flatten(), (0, 1)).index_select(0, choices).unsqueeze(1)
 
 
-def _tokens_of(choices: Tensor, rows: Tensor) -> Tensor:
+def tokens_of(choices: Tensor, rows: Tensor) -> Tensor:
     """Returns the token of each of the `choices` whose `rows` are (tokens, top_k); the last one for an empty row."""
     tokens, top_k = rows.shape
     return (choices // top_k).clamp_(max=tokens - 1)

@@ -390,9 +390,28 @@ class Block(nn.Module):
         if self.parallel:
             both = self.run_halves(self.halves, x, rotary, noise, cache, documents, conversations)
             return self.rescale(self.predict_norm(self.added(x, self.dropped(both, noise, "residual"))))
+        x = self.attended(x, rotary, noise, cache, documents, conversations)
+        return self.widened(x, self.feed_forward(self.mlp_norm(x), conversations), noise, tokens, projected)
+
+    def attended(
+        self,
+        x: Tensor,
+        rotary: Tensor | None,
+        noise: Noise | None,
+        cache: KeysAndValues | None,
+        documents: Documents | None,
+        conversations: Conversations | None,
+    ) -> Tensor:
+        """Adds attention to the residual stream `x` (batch, seq, d_model)."""
         attended = self.attn_post_norm(self.attention(x, rotary, noise, cache, documents, conversations))
-        x = self.added(x, self.dropped(attended, noise, "attn.residual"))
-        widened = self.mlp_post_norm(self.feed_forward(self.mlp_norm(x), conversations))
+        return self.added(x, self.dropped(attended, noise, "attn.residual"))
+
+    def widened(
+        self, x: Tensor, y: Tensor, noise: Noise | None, tokens: Tensor | None, projected: Tensor | None
+    ) -> Tensor:
+        """Adds the feed-forward layer's output `y` to the residual stream `x`, both (batch, seq, d_model), and what
+        else stands at the end of the block."""
+        widened = self.mlp_post_norm(y)
         x = self.predict_norm(self.added(x, self.dropped(widened, noise, "mlp.residual")))
         if self.layer_input is not None:
             x = x + self.dropped(self.layer_input(x, tokens, projected), noise, "layer_input.residual")

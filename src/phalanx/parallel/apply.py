@@ -14,6 +14,7 @@ from phalanx.blocks.parameters import weight_of
 from phalanx.comm.axis import Axis
 from phalanx.comm.calls import name_modules
 from phalanx.config.corpora import has_pairs, has_prompts
+from phalanx.config.dispatchers import DISPATCHERS
 from phalanx.config.job import Job
 from phalanx.config.precision import FP8_UNITS
 from phalanx.cost.job_spec import rank_spec
@@ -215,13 +216,18 @@ def apply_expert_parallel(parts: Construction) -> None:
         return
     ep, experts = parts.mesh.axis("ep"), parts.job.model.moe.n_experts
     expert.cut_experts(parts.model, layout.ep_shard)
-    expert.connect(parts.model, expert.RowExchange(ep, parts.mesh.axis("ep_near"), parts.mesh.axis("ep_far")), layout)
-    whole = ""
+    name, axes = layout.dispatch, (ep, parts.mesh.axis("ep_near"), parts.mesh.axis("ep_far"))
+    with package_code(f"dispatcher {name!r} of {DISPATCHERS.owner(name)} failed", passing=(JobError,)):
+        expert.connect(parts.model, expert.dispatcher(name, parts.device)(*axes), layout)
+    if layout.ep_overlap:
+        expert.overlap_halves(parts.model)
+    whole = "" if name == "rows" else f", sent by {name}"
     if layout.folds:
         routing = parts.model.routing
         routing.sequences = expert.FoldedSequences(routing.sequences, parts.mesh.axis("tp"))
         whole = f", whole ones on each of {layout.tp} tensor ranks"
     whole += f", tokens inside {layout.ep_node} ranks first, then between {layout.ep_nodes}" * (layout.ep_nodes > 1)
+    whole += ", while the other half of the sequences computes" * layout.ep_overlap
     parts.log("expert parallel: %d of %d experts per rank%s", experts // ep.size, experts, whole)
 
 

@@ -8,8 +8,8 @@ those of the rows are in flight.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -18,10 +18,28 @@ from torch import Tensor, nn
 
 from phalanx.blocks.feed_forward import sequences_met
 from phalanx.comm.axis import Axis, Pending
+from phalanx.config.cluster import DEVICE_WORDS
+from phalanx.config.dispatchers import DISPATCHERS, absent
 from phalanx.config.layout import Layout
-from phalanx.model.documents import Conversations
+from phalanx.errors import JobError
+from phalanx.model.documents import Conversations, Documents
 from phalanx.model.layers import uncompiled
-from phalanx.model.moe import Ends, GroupedLinear, MixtureOfExperts, Sequences
+from phalanx.model.moe import (
+    Combine,
+    Dispatch,
+    Ends,
+    ExpertFlight,
+    GroupedLinear,
+    MixtureOfExperts,
+    RoutedTokens,
+    Sequences,
+    Slots,
+    SpreadTokens,
+    slots_of,
+    tokens_of,
+)
+from phalanx.model.seeding import Noise
+from phalanx.model.transformer import Block, Transformer
 from phalanx.partition.tensor_slices import experts_of, in_order_of_ranks
 
 ONE_RANK, ALONE = Layout(), Axis("ep")
@@ -40,13 +58,76 @@ def cut_experts(model: nn.Module, ranks: int) -> None:
                 setattr(module, name, nn.Parameter(held, requires_grad=stack.requires_grad))
 
 
-def connect(model: nn.Module, exchange: RowExchange, layout: Layout = ONE_RANK) -> None:
-    """Makes the mixtures of experts in `model`, whose experts are cut over the ranks of `exchange`, exchange rows."""
+def dispatcher(name: str, device: torch.device) -> Callable[[Axis, Axis, Axis], Dispatch]:
+    """Returns what makes the dispatcher `name`. Raises JobError if it does not run here, with the reason."""
+    reason, kind = absent(name), DISPATCHERS[name].device
+    if kind not in ("any", device.type):
+        reason = f"runs on {DEVICE_WORDS[kind]}, this rank's device is {device}"
+    if reason:
+        raise JobError(f"layout.dispatch={name} {reason}; nearest legal: dispatch=tokens, or rows")
+    return DISPATCHERS.code(name, "make")
+
+
+def connect(model: nn.Module, dispatch: Dispatch, layout: Layout = ONE_RANK) -> None:
+    """Makes the mixtures of experts in `model`, whose experts are cut over ranks, send tokens by `dispatch`."""
     for module in model.modules():
         if isinstance(module, MixtureOfExperts):
-            module.dispatch = ExpertExchange(exchange)
+            module.dispatch = dispatch
             if layout.folds and layout.ep_shard > 1:
                 module.order = partial(in_order_of_ranks, module.config.moe.n_experts, layout)
+
+
+def overlap_halves(model: Transformer) -> None:
+    """Makes blocks with experts compute both halves of a micro-batch in turn, in training."""
+    for block in model.blocks.values():
+        if isinstance(block, Block) and hasattr(block, "moe"):
+            vars(block)["compute"] = OverlappedHalves(block)
+
+
+@dataclass(frozen=True)
+class OverlappedHalves:
+    """The `compute` of a block whose halves of the sequences overlap: while the tokens of one are on their way to
+    experts or back, the other's attention or experts compute (DeepSeek-V3, section 3.2.1, within a block). Autograd
+    runs the backward pass in the reverse order, so that it overlaps, too."""
+
+    block: Block
+
+    def __call__(
+        self,
+        x: Tensor,
+        rotary: Tensor | None,
+        noise: Noise | None,
+        cache: Any,
+        documents: Documents | None,
+        conversations: Conversations | None,
+        embedded: Tensor | None = None,
+        *beside: Tensor,
+    ) -> Tensor:
+        """As Block.compute. Without gradients, where batches may differ between ranks, nothing overlaps."""
+        block, moe = self.block, self.block.get_submodule("moe")
+        assert isinstance(moe, MixtureOfExperts), "a block with experts"
+        if len(x) == 1 or not torch.is_grad_enabled():
+            return Block.compute(block, x, rotary, noise, cache, documents, conversations, embedded, *beside)
+        x = x if block.join is None else block.join(x, embedded)
+        flights = list[tuple[Tensor, ExpertFlight, Tensor]]()
+        halves = slice(0, (len(x) + 1) // 2), slice((len(x) + 1) // 2, len(x))
+        noises = [noise and replace(noise, sample_ids=noise.sample_ids[half]) for half in halves]
+        for half, own in zip(halves, noises, strict=True):
+            turns = rotary if rotary is None or rotary.dim() == 4 else rotary[:, half]
+            seen = None if documents is None else documents.part(half)
+            counted = None if conversations is None else conversations.part(half)
+            stream = block.attended(x[half], turns, own, cache, seen, counted)
+            flights.append((stream, *moe.send(block.mlp_norm(stream), counted)))
+        shared = list[Tensor | None]()
+        for _, flight, of_shared in flights:
+            flight.compute()
+            shared.append(None if moe.shared is None else moe.shared(of_shared))
+        found = list[Tensor]()
+        for (stream, flight, of_shared), of_all, half, own in zip(flights, shared, halves, noises, strict=True):
+            y = moe.joined(flight.finish(), of_all, of_shared).unflatten(0, stream.shape[:2])
+            tokens, projected = (each[half] for each in beside) if beside else (None, None)
+            found.append(block.widened(stream, y, own, tokens, projected))
+        return torch.cat(found)
 
 
 class FoldedSequences(Sequences):
@@ -100,42 +181,9 @@ class FoldedSequences(Sequences):
         return torch.arange(self.tp.rank * here, (self.tp.rank + 1) * here, device=x.device) // seq
 
 
-@dataclass(frozen=True)
-class ExpertExchange:
-    """Dispatches rows to the ranks that hold their experts, and combines: the `dispatch` of a mixture of experts."""
-
-    exchange: RowExchange
-
-    @uncompiled
-    def __call__(self, moe: MixtureOfExperts, rows: Tensor, ends: Ends, tokens: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Applies the experts, wherever they are, to `rows` (rows, d_model), and the shared experts to `tokens`.
-
-        `rows` are sorted by expert; `ends` of None is the same on all ranks."""
-        ep = self.exchange.ep
-        counts = _gather_counts(ep, rows, ends, moe.config.moe.n_experts)
-        # The host waits here for the device, once per layer and forward pass: an all-to-all needs to be told its sizes.
-        table = counts.tolist()
-        mine = experts_of(len(table[0]), ep.size, ep.rank)
-        by_rank = [line[mine.start : mine.stop] for line in table]
-        by_expert = _transposed(by_rank)
-        out, back = self.exchange.paths([_parts(line, ep.size) for line in table])
-
-        sent = sum(table[ep.rank])  # without those of padding
-        received = out.start(rows if sent == len(rows) else rows[:sent])
-        shared = None if moe.shared is None else moe.shared(tokens)
-        # Reusing the name frees the received rows before the experts run.
-        received = _transpose_blocks(out.wait(received), by_rank)
-        of_each = None if ends is None else counts[:, mine.start : mine.stop].sum(0).cumsum(0).to(ends.dtype)
-        computed = moe.experts(received, of_each)
-        return back.wait(back.start(_transpose_blocks(computed, by_expert))), shared
-
-
-def _gather_counts(ep: Axis, rows: Tensor, ends: Ends, experts: int) -> Tensor:
-    """Returns the number of rows that each rank has for each expert, (ranks, experts)."""
-    if ends is None:
-        return torch.full((ep.size, experts), len(rows) // experts)
-    counts = ends.long().diff(prepend=ends.new_zeros(1))
-    every = counts.new_empty(ep.size, experts)
+def _gather_counts(ep: Axis, counts: Tensor) -> Tensor:
+    """Returns the numbers `counts` of every rank, (ranks, numbers)."""
+    every = counts.new_empty(ep.size, len(counts))
     ep.all_gather(every.view(-1), counts).wait()
     return every
 
@@ -161,14 +209,33 @@ def _transpose_blocks(rows: Tensor, blocks: Sequence[Sequence[int]]) -> Tensor:
 
 @dataclass(frozen=True)
 class RowExchange:
-    """The way of rows to the ranks that hold their experts: one all-to-all among all ranks of `ep`, or, if `far` has
-    several ranks, one inside each group of neighbours (`near`), and then one between the ranks at one place of every
-    group (DeepSpeed-MoE, Rajbhandari et al. 2022; Tutel, Hwang et al. 2023): rows are sent twice, in fewer and larger
-    messages between nodes. Another dispatch has other `paths`."""
+    """Sends a row per choice to the rank that holds its expert: a `dispatch` of mixtures of experts. One all-to-all
+    among all ranks of `ep`, or, if `far` has several ranks, one inside each group of neighbours (`near`), and then one
+    between the ranks at one place of every group (DeepSpeed-MoE, Rajbhandari et al. 2022; Tutel, Hwang et al. 2023):
+    rows are sent twice, in fewer and larger messages between nodes."""
 
     ep: Axis
     near: Axis = ALONE
     far: Axis = ALONE
+
+    def __call__(self, moe: MixtureOfExperts, routed: RoutedTokens) -> RowFlight:
+        """Starts to send. Slots without ends are the same number on all ranks."""
+        return self._start(moe, routed, moe.rows(routed))
+
+    @uncompiled
+    def _start(self, moe: MixtureOfExperts, routed: RoutedTokens, rows: Tensor) -> RowFlight:
+        ep, n, ends = self.ep, moe.config.moe.n_experts, routed.slots.ends
+        if ends is None:
+            counts = torch.full((ep.size, n), len(rows) // n)
+        else:
+            counts = _gather_counts(ep, ends.long().diff(prepend=ends.new_zeros(1)))
+        # The host waits here for the device, once per layer and forward pass: an all-to-all needs to be told its sizes.
+        table, mine = counts.tolist(), experts_of(n, ep.size, ep.rank)
+        blocks = [line[mine.start : mine.stop] for line in table]
+        out, back = self.paths([_parts(line, ep.size) for line in table])
+        sent = sum(table[ep.rank])  # without those of padding
+        here = None if ends is None else counts[:, mine.start : mine.stop].sum(0).cumsum(0).to(ends.dtype)
+        return RowFlight(moe, routed, blocks, out, back, here, out.start(rows if sent == len(rows) else rows[:sent]))
 
     def paths(self, rows: Sequence[Sequence[int]]) -> tuple[RowPath, RowPath]:
         """Returns the way to the experts and the way back, if rank a has `rows[a][b]` rows for the experts of rank
@@ -186,6 +253,166 @@ class RowExchange:
         out = [_ExchangeRows(self.near, to_places, inside), _ExchangeRows(self.far, across, arriving)]
         back = [_ExchangeRows(self.far, arriving, across), _ExchangeRows(self.near, inside, to_places)]
         return RowPath(out, [to, passing, ()]), RowPath(back, [(), _transposed(passing), _transposed(to)])
+
+
+@dataclass(eq=False)
+class RowFlight:
+    """Rows that RowExchange sends."""
+
+    moe: MixtureOfExperts
+    routed: RoutedTokens
+    blocks: list[list[int]]
+    """Rows from each rank for each expert here."""
+    out: RowPath
+    back: RowPath
+    ends: Ends
+    """The end of the rows of each expert here."""
+    arriving: Tensor | None
+    """What the path takes to wait for rows."""
+
+    @uncompiled
+    def compute(self) -> None:
+        """Applies the experts to the rows that have arrived, and starts to send theirs back."""
+        # Reusing the name frees the received rows before the experts run.
+        received = _transpose_blocks(self.out.wait(self.take()), self.blocks)
+        computed = self.moe.experts(received, self.ends)
+        self.arriving = self.back.start(_transpose_blocks(computed, _transposed(self.blocks)))
+
+    def finish(self) -> Tensor:
+        """Returns each token's combined output, (tokens, d_model)."""
+        return self.moe.combine(self.arrived(), self.routed)
+
+    @uncompiled
+    def arrived(self) -> Tensor:
+        """Returns the outputs of this rank's rows, (rows, d_model)."""
+        return self.back.wait(self.take())
+
+    def take(self) -> Tensor:
+        """Returns what arrives, and leaves no reference to it."""
+        arriving, self.arriving = self.arriving, None
+        assert arriving is not None, "each way is waited for once"
+        return arriving
+
+
+@dataclass(frozen=True)
+class TokenExchange:
+    """Sends each token once to every rank with some of its experts, with its gates and the experts' numbers; what comes
+    back is summed there already (DeepEP; DeepSeek-V3, section 3.2.2). A `dispatch` of mixtures of experts, and with
+    other ways to send and to return that of a library."""
+
+    ep: Axis
+
+    def __call__(self, moe: MixtureOfExperts, routed: RoutedTokens) -> TokenFlight:
+        """Starts to send."""
+        n, chosen = moe.config.moe.n_experts, moe.order(routed.chosen)
+        chosen = chosen if routed.slots.kept is None else chosen.where(routed.slots.kept, n)
+        return TokenFlight(moe, self, self.send(routed.tokens, chosen, routed.gates, n))
+
+    @uncompiled
+    def send(self, tokens: Tensor, chosen: Tensor, gates: Tensor, n: int) -> Any:
+        """Starts to send `tokens` (tokens, d_model) to the ranks of their `chosen` ones among `n` experts, in the order
+        of ranks, with their `gates`, both (tokens, top_k). A choice of expert n is none."""
+        size, rank = self.ep.size, self.ep.rank
+        ranks = (chosen // (n // size)).sort(-1).values
+        first = ranks.diff(dim=-1, prepend=ranks.new_full((len(ranks), 1), -1)) != 0
+        once = ranks.where(first, size).sort(-1).values[:, :size]
+        slots = slots_of(once, size, once < size)
+        experts = torch.searchsorted(chosen.flatten().sort().values, torch.arange(n, device=chosen.device), right=True)
+        counts = torch.cat([_reached(slots.ends, chosen, n), experts.diff(prepend=experts.new_zeros(1))])
+        table = _gather_counts(self.ep, counts).tolist()
+        to, of = table[rank][:size], [line[rank] for line in table]
+        sent, mine = sum(to), experts_of(n, size, rank)
+        slots = slots._replace(choices=slots.choices[:sent])
+        out = _ExchangeRows(self.ep, to, of)
+        both = torch.cat((tokens, gates), -1)
+        arriving = out.start(SpreadTokens.apply(both, slots.choices, slots.rows, None, slots.kept))  # pyright: ignore[reportArgumentType]
+        numbers = _ExchangeRows(self.ep, to, of)
+        names = numbers.start(chosen.index_select(0, tokens_of(slots.choices, slots.rows)).int())
+        rows = sum(sum(line[size + mine.start : size + mine.stop]) for line in table)
+        return TokensSent(slots, out, numbers, arriving, names, mine, rows)
+
+    @uncompiled
+    def arrive(self, sent: Any) -> RoutedTokens:
+        """Returns the tokens that have arrived, with the numbers that their experts have here."""
+        chosen = sent.numbers.wait(sent.names).long() - sent.mine.start
+        tokens, gates = sent.out.wait(sent.take()).tensor_split((-chosen.shape[1],), -1)
+        return arrived(tokens, chosen, gates, len(sent.mine), sent.rows)
+
+    @uncompiled
+    def send_back(self, outputs: Tensor, sent: Any) -> None:
+        """Starts to return the outputs of the tokens that arrived, (tokens, d_model)."""
+        sent.out = _ExchangeRows(self.ep, sent.out.received_rows, sent.out.sent_rows)
+        sent.arriving = sent.out.start(outputs)
+
+    @uncompiled
+    def arrive_back(self, sent: Any) -> Tensor:
+        """Returns the sums of each token's outputs, (tokens, d_model)."""
+        rows, slots = sent.out.wait(sent.take()), sent.slots
+        assert slots.kept is not None, "a token may have all its experts on one rank"
+        return Combine.apply(rows, slots.kept.to(rows.dtype), slots.choices, slots.rows)  # pyright: ignore[reportReturnType]
+
+
+def arrived(tokens: Tensor, chosen: Tensor, gates: Tensor, experts: int, rows: int) -> RoutedTokens:
+    """Returns tokens that have arrived, with `rows` for this rank's `experts`: those `chosen` that are no number of
+    these are other ranks'."""
+    here = (chosen >= 0) & (chosen < experts)
+    slots = slots_of(chosen, experts, here)
+    assert slots.ends is not None, "experts have different numbers"
+    # A token without experts, which stands for none at all, has a row.
+    rows = max(rows, min(1, len(tokens)))
+    slots = slots._replace(choices=slots.choices[:rows], ends=slots.ends.clamp(max=rows))
+    return RoutedTokens(tokens, chosen, gates.where(here, 0), slots)
+
+
+def token_exchange(ep: Axis, *_: Axis) -> TokenExchange:
+    """Returns the dispatcher of tokens among all ranks of `ep` at once."""
+    return TokenExchange(ep)
+
+
+def _reached(ends: Ends, chosen: Tensor, n: int) -> Tensor:
+    """Returns the number of tokens for each rank, of which `ends` are the ends in their order."""
+    assert ends is not None, "ranks have different numbers"
+    return ends.long().diff(prepend=ends.new_zeros(1))
+
+
+@dataclass
+class TokensSent:
+    """Tokens that TokenExchange has sent."""
+
+    slots: Slots
+    """The row of each token for each rank."""
+    out: _ExchangeRows
+    numbers: _ExchangeRows
+    arriving: Tensor | None
+    """What `out` takes to wait for tokens and gates."""
+    names: Tensor
+    """What `numbers` takes to wait for the experts' numbers."""
+    mine: range
+    """The experts here."""
+    rows: int
+    """Rows for them."""
+
+    take = RowFlight.take
+
+
+@dataclass(frozen=True)
+class TokenFlight:
+    """Tokens that TokenExchange sends."""
+
+    moe: MixtureOfExperts
+    exchange: TokenExchange
+    sent: Any
+
+    @uncompiled
+    def compute(self) -> None:
+        """Applies the experts to the tokens that have arrived, and starts to send their outputs back."""
+        moe, here = self.moe, self.exchange.arrive(self.sent)
+        rows = moe.experts(moe.rows(here), here.slots.ends)
+        self.exchange.send_back(MixtureOfExperts.combine(moe, rows, here), self.sent)
+
+    def finish(self) -> Tensor:
+        """Returns each token's combined output, (tokens, d_model)."""
+        return self.exchange.arrive_back(self.sent)
 
 
 @dataclass

@@ -39,6 +39,7 @@ from phalanx.partition.derived import (
 )
 from phalanx.registry import package_code
 from phalanx.schedule.catalogue import SCHEDULES
+from phalanx.techniques.experts import DISPATCH
 from phalanx.techniques.memory import COMPILE, OFFLOAD, QUANTISATION, SECOND_COPY, TILING
 from phalanx.techniques.replicas import COMPRESSION, ELASTIC, INDEPENDENT_REPLICAS, THREADS
 from phalanx.techniques.technique import Condition, Effect, Problem, Technique, above, is_one_of, problems
@@ -496,6 +497,7 @@ OWN: Mapping[str, Technique] = MappingProxyType(
         "elastic": ELASTIC,
         "threads": THREADS,
         "compression": COMPRESSION,
+        "dispatch": DISPATCH,
         "lora": ADAPTERS,
         "loss_chunk": LOSS_CHUNK,
         "preference": PREFERENCE,

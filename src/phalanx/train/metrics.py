@@ -296,7 +296,8 @@ class ExpertLoads(Callback):
     {"event": "experts", "step": 20, "steps": 10, "loads": {"layer": [tokens of each expert]}, "max_violation": 0.42,
     "worst_layer": 3, "idle": 0, "aux_loss": 0.0213, "z_loss": ...}
 
-    A load is the number of tokens that chose the expert; with model.moe.capacity, some of them may have been dropped.
+    A load is the number of tokens that chose the expert; with model.moe.capacity "dropped" is the share of all choices
+    that exceeded it.
     With m the mean of a layer's loads, `max_violation` is (the largest - m) / m of the layer where that is largest
     (MaxVio, Wang et al. 2024, "Auxiliary-loss-free load balancing strategy for mixture-of-experts", section 4), `idle`
     the number of experts of all layers that no token chose. The penalties, if the job has them, are summed over layers,
@@ -313,6 +314,7 @@ class ExpertLoads(Callback):
         self.layers = [layer for layer, kind in enumerate(block_kinds(job.model)) if kind.routed]
         self.penalties = [name for name in ("aux_loss", "z_loss") if self.layers and getattr(job.model.moe, name)]
         self.sums = [*self.penalties, *(("index_loss", "index_queries") if job.model.sparse.top_k else ())]
+        self.sums += ["dropped"] if self.layers and job.model.moe.capacity else []
 
     def begin(self, step: int) -> None:
         self.routing.clear()
@@ -368,6 +370,7 @@ class ExpertLoads(Callback):
             "max_violation": violations[worst],
             "worst_layer": worst,
             "idle": sum(row.count(0) for row in loads.values()),
+            **({"dropped": sums["dropped"] / of_layers.sum().item()} if "dropped" in sums else {}),
             **{name: sums[name] / tokens for name in self.penalties},
         }
 
@@ -393,5 +396,6 @@ def balance_line(row: dict[str, Any]) -> str:
     parts += [f"index_loss: {row['index_loss']:.4g}"] if "index_loss" in row else []
     if "loads" not in row:
         return f"indexer: {'  '.join(parts)}"
+    parts = [f"dropped: {100 * row['dropped']:.1f} %", *parts] if "dropped" in row else parts
     parts = [f"max_violation {row['max_violation']:.2f} (layer {row['worst_layer']})", f"idle: {row['idle']}", *parts]
     return f"experts: {'  '.join(parts)}"

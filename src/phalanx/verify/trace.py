@@ -27,7 +27,7 @@ from phalanx.config.layout import Layout
 from phalanx.launch.ranks import Ranks
 from phalanx.model.attention import CoreAttention
 from phalanx.model.layers import Linear
-from phalanx.model.moe import MixtureOfExperts, Slots
+from phalanx.model.moe import MixtureOfExperts, RoutedTokens, Slots
 from phalanx.model.sparse import ChosenAttention
 from phalanx.model.transformer import Block, Transformer
 from phalanx.parallel.objective import MicroTensors
@@ -55,7 +55,6 @@ class _Current(threading.local):
 
     places: Tensor | None = None
     tokens: Tensor | None = None
-    slots: Slots | None = None
 
 
 class StepRecorder:
@@ -236,31 +235,28 @@ class StepRecorder:
 
     def _hook_experts(self, path: str, moe: MixtureOfExperts) -> None:
         self._after(f"{path}.router", moe.router, part=(False, True), unit=("expert", 1))
-        slots, dispatch = moe.slots, moe.dispatch
+        slots, combine = moe.slots, moe.combine
 
         def choose(chosen: Tensor, *others: Any) -> Slots:
             self.see(f"{path}.router.choice", chosen.double(), unit=("choice", 1))
-            self.current.slots = slots(chosen, *others)
-            return self.current.slots
+            return slots(chosen, *others)
 
-        def compute(of: MixtureOfExperts, rows: Tensor, ends: Any, tokens: Tensor) -> tuple[Tensor, Tensor | None]:
-            assert self.current.slots is not None, "rows have their slots"
-            choices, kept, top_k = self.current.slots.choices, self.current.slots.kept, self.job.model.moe.top_k
-            routed, shared = dispatch(of, rows, ends, tokens)
+        def combined(rows: Tensor, routed: RoutedTokens) -> Tensor:
+            choices, kept, (tokens, top_k) = routed.slots.choices, routed.slots.kept, routed.chosen.shape
 
             def by_choice(x: Tensor) -> Tensor:
-                every = x.new_zeros(len(tokens) * top_k + 1, x.shape[1])
+                every = x.new_zeros(tokens * top_k + 1, x.shape[1])
                 every[choices[: len(x)]] = x
                 if kept is not None:  # rows of padding are not computed
                     every[:-1][~kept.flatten()] = 0
-                return every[:-1].view(len(tokens), -1)
+                return every[:-1].view(tokens, -1)
 
-            self.see(f"{path}.experts", routed, by_choice, part=(True, False), unit=("choice", routed.shape[1]))
-            if shared is not None:
-                self.see(f"{path}.shared", shared, part=(True, False))
-            return routed, shared
+            self.see(f"{path}.experts", rows, by_choice, part=(True, False), unit=("choice", rows.shape[1]))
+            return combine(rows, routed)
 
-        vars(moe).update(slots=choose, dispatch=compute)
+        if moe.shared is not None:
+            self._after(f"{path}.shared", moe.shared, part=(True, False))
+        vars(moe).update(slots=choose, combine=combined)
 
     def _after(self, name: str, module: nn.Module, *shape: Callable[[Tensor], Tensor], **options: Any) -> None:
         """Records the output of a module."""

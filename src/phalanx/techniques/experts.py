@@ -1,0 +1,88 @@
+"""The way of tokens to their experts: the dispatcher, and what overlaps it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import suppress
+
+from phalanx.config.cluster import DEVICE_WORDS
+from phalanx.config.dispatchers import DISPATCHERS
+from phalanx.config.job import Job
+from phalanx.nearest import did_you_mean
+from phalanx.partition.derived import gathers_parameters, slices_of, solve, splits_backward
+from phalanx.techniques.technique import Effect, Problem, Technique, above
+
+
+def _problems(job: Job) -> Iterator[Problem]:
+    layout, name = job.layout, job.layout.dispatch
+    if name not in DISPATCHERS:
+        known = f"{did_you_mean(name, DISPATCHERS)} (known: {', '.join(DISPATCHERS)})"
+        yield "layout.dispatch", f"dispatch {name!r} is no dispatcher{known}"
+        return
+    entry, nearest, device = DISPATCHERS[name], "nearest legal: dispatch=tokens, or rows", job.cluster.device
+    if entry.device not in ("any", device) and device != "auto":
+        wanted = DEVICE_WORDS[entry.device]
+        yield "layout.dispatch", f"dispatch {name} runs on {wanted}, cluster.device is {device}; {nearest}"
+    if entry.precisions and job.train.precision not in entry.precisions:
+        takes = f"dispatch {name} sends activations of {' or '.join(entry.precisions)}"
+        yield "layout.dispatch", f"{takes}, precision is {job.train.precision}; {nearest}"
+    if layout.auto and layout.ep_overlap:
+        yield "layout.ep_overlap", "the planner does not choose for it; nearest legal: false, or a layout without auto"
+    if layout.ep_node > 1 and entry.sends == "tokens":
+        yield (
+            "layout.ep_node",
+            f"dispatch {name} sends tokens to all ranks at once, ep_node {layout.ep_node} rows inside nodes first; "
+            "nearest legal: ep_node=1, or dispatch=rows",
+        )
+
+
+def _layout_problems(job: Job) -> Iterator[Problem]:
+    """Yields what has no halves that could overlap."""
+    layout, off = job.layout, "ep_overlap=false"
+    if not layout.ep_overlap or layout.ep == 1:
+        return
+    with suppress(ValueError):  # reported with the layout
+        if (micro := solve(job.train.global_batch, layout).micro_batch) < 2:
+            why = f"micro_batch {micro} has no halves of sequences, which ep_overlap needs"
+            yield "layout.micro_batch", f"{why}; nearest legal: micro_batch=2, or {off}"
+    if layout.tp > 1:
+        why = f"tp {layout.tp} shares tokens, ep_overlap needs whole sequences"
+        yield "layout.tp", f"{why}; nearest legal: tp=1, or {off}"
+    if gathers_parameters(layout) and layout.edp > 1:
+        why = f"zero 3 gathers the experts of edp {layout.edp} ranks again for each half of ep_overlap"
+        yield "layout.zero", f"{why}; nearest legal: zero=2, ep={layout.shard_ranks}, or {off}"
+    if slices_of(layout) > 1 or splits_backward(layout):
+        why = "slices of sequences" if slices_of(layout) > 1 else "weight gradients that wait"
+        why = f"schedule {layout.schedule} has {why}, ep_overlap none"
+        yield "layout.schedule", f"{why}; nearest legal: 1f1b, or {off}"
+    if job.model.shared_keys or job.model.parallel_block:
+        why = "layers that share keys" if job.model.shared_keys else "parallel blocks, which attend beside experts,"
+        yield "layout.ep_overlap", f"{why} have no halves that overlap; nearest legal: {off}"
+
+
+def _effect(job: Job) -> Effect:
+    entry = DISPATCHERS[job.layout.dispatch]
+    figures = {"ep_once": True, "ep_forwards": entry.forwards} if entry.sends == "tokens" else {}
+    return Effect(framework=figures | {"ep_cores": entry.cores})
+
+
+DISPATCH = Technique(
+    "the way of tokens to their experts",
+    "Lepikhin et al. 2021; DeepSeek-AI 2024, sections 3.2.1 and 3.2.2",
+    is_on=lambda job: job.layout.dispatch != "rows" or job.layout.ep_overlap,
+    fields=("layout.dispatch", "layout.ep_overlap"),
+    problems=_problems,
+    layout_problems=_layout_problems,
+    conditions={
+        path: above("layout.ep", 1, "expert parallelism: ", auto=True)
+        for path in ("layout.dispatch", "layout.ep_overlap")
+    },
+    effect=_effect,
+    layouts=(
+        "dp_shard=4,ep=4,dispatch=tokens",
+        "dp_shard=2,tp=2,ep=4,etp=1,sp=true,dispatch=tokens",
+        "dp_shard=2,ep=2,ep_overlap=true,micro_batch=2",
+        "cp=2,ep=2,ep_overlap=true,micro_batch=3,dispatch=tokens,recompute=full",
+        "dp_shard=2,pp=2,ep=2,zero=2,schedule=interleaved_1f1b,accumulation=2,ep_overlap=true,micro_batch=2",
+    ),
+)
