@@ -11,7 +11,8 @@ from dataclasses import replace
 from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+from unittest import mock
 
 import pytest
 import torch
@@ -24,7 +25,6 @@ from phalanx.check.job import problems_of
 from phalanx.config.job import Job, Train
 from phalanx.config.layout import Layout
 from phalanx.config.model import MLA, LoRA, ModelConfig, MoE
-from phalanx.config.precision import Fp8Scaling, Precision
 from phalanx.launch.ranks import Ranks
 from phalanx.model.documents import Documents
 from phalanx.model.seeding import Noise
@@ -185,59 +185,55 @@ OUTSIDE = 3
 """Graphs besides those of blocks: embedding, final norm, loss."""
 
 
-def run(
-    ranks: Ranks,
-    model: ModelConfig,
-    layout: Layout,
-    *,
-    compiled: bool,
-    lengths: list[int],
-    documents: bool = False,
-    precision: Precision = "fp64",
-    fp8_scaling: Fp8Scaling = "rowwise",
-) -> tuple[Tensor, dict[str, Tensor], list[int]]:
-    """Computes a step of each length. Returns the last loss and gradients, and the number of graphs after each."""
+class Found(NamedTuple):
+    """What the steps of a model have computed."""
+
+    loss: Tensor
+    gradients: dict[str, Tensor]
+    graphs: list[int]
+    """The number of graphs after each step, also those of the models before."""
+
+
+def few_many_and_plain(
+    ranks: Ranks, model: ModelConfig, layout: Layout, lengths: list[int], documents: bool, precision: dict[str, Any]
+) -> list[Found]:
+    """Computes a step of each length, compiled, with one layer of each kind per pipeline rank and then with two, and
+    with these a step of the last length as it is."""
     import torch._dynamo
     from torch._dynamo.utils import counters
 
     torch._dynamo.reset()
     counters.clear()
     micros = 2 if layout.pp > 1 else 1
-    real = torch.compile
-    torch.compile = partial(real, backend="aot_eager")
-    try:
+    mesh, cpu = build(layout, "cpu"), torch.device("cpu")
+    found, least = list[Found](), len(kinds(model)) * layout.pp
+    for layers, compiled in ((least, True), (2 * least, True), (2 * least, False)):
+        config = replace(model, n_layers=layers)
         with torch.device("meta"):
-            made = Transformer(model, VOCABULARY)
-        train = Train(
-            compile=compiled,
-            cpu_linear="mkl",
-            precision=precision,
-            fp8_scaling=fp8_scaling,
-            global_batch=micros * layout.dp_shard,
-        )
-        job = Job(model=model, layout=layout, train=train)
-        mesh = build(layout, "cpu")
-        replica = apply(made.double(), job, mesh, torch.device("cpu"))
-    finally:
-        torch.compile = real
-    loss, graphs = torch.zeros(()), list[int]()
-    for step, length in enumerate(lengths):
-        generator = torch.Generator().manual_seed(step)
-        tokens = torch.randint(VOCABULARY, (2, length), generator=generator)
-        packed = Documents(torch.arange(length).expand(2, -1) // (5 + step)) if documents else None
-        noise = None
-        if model.dropout:
-            tp = mesh.axis("tp")
-            own = (tp.rank, tp.size)
-            noise = Noise(1, step, range(2), heads=own, tokens=own if layout.sp else (0, 1))
-        replica.clear()
-        micro = MicroTensors(tokens, tokens, noise, documents=packed)
-        if isinstance(replica.runner, PipeDream):
-            loss = replica.runner.run_batch([micro] * micros, 1.0, None, lambda _: None)
-        else:
-            loss = replica.gradients([micro] * micros, 1.0)
-        graphs.append(counters["stats"]["unique_graphs"])
-    return loss, {f.name: f.gradient.clone() for f in replica.shards if f.gradient is not None}, graphs
+            made = Transformer(config, VOCABULARY)
+        train = Train(compile=compiled, cpu_linear="mkl", global_batch=micros * layout.dp_shard, **precision)
+        with mock.patch("torch.compile", partial(torch.compile, backend="aot_eager")):
+            replica = apply(made.double(), Job(model=config, layout=layout, train=train), mesh, cpu)
+        loss, graphs = torch.zeros(()), list[int]()
+        for step, length in [*enumerate(lengths)][0 if compiled else -1 :]:
+            generator = torch.Generator().manual_seed(step)
+            tokens = torch.randint(VOCABULARY, (2, length), generator=generator)
+            packed = Documents(torch.arange(length).expand(2, -1) // (5 + step)) if documents else None
+            noise = None
+            if model.dropout:
+                tp = mesh.axis("tp")
+                own = (tp.rank, tp.size)
+                noise = Noise(1, step, range(2), heads=own, tokens=own if layout.sp else (0, 1))
+            replica.clear()
+            micro = MicroTensors(tokens, tokens, noise, documents=packed)
+            if isinstance(replica.runner, PipeDream):
+                loss = replica.runner.run_batch([micro] * micros, 1.0, None, lambda _: None)
+            else:
+                loss = replica.gradients([micro] * micros, 1.0)
+            graphs.append(counters["stats"]["unique_graphs"])
+        gradients = {f.name: f.gradient.clone() for f in replica.shards if f.gradient is not None}
+        found.append(Found(loss, gradients, graphs))
+    return found
 
 
 CASES: dict[str, tuple[ModelConfig, Layout]] = {
@@ -300,24 +296,19 @@ def test_layers_of_a_kind_share_their_graphs_and_compute_the_same(ranks, name):
     length = SEQ_LEN // layout.cp
     lengths = [length, length, *([length // 2, length // 4 * 3] if ALL or name == "plain" else [])]
 
-    def runs(layers, compiled):
-        world = layout.tp * layout.cp * layout.dp_shard * layout.pp
-        call = partial(run, compiled=compiled, lengths=lengths, documents="documents" in name)
-        if name.startswith(("fp8", "mxfp8")):
-            call.keywords.update(precision="fp8", fp8_scaling="rowwise" if name.startswith("fp8") else "mxfp8")
-        return ranks(call, world, replace(model, n_layers=layers * at_least), layout, timeout=300)
-
-    at_least = len(kinds(model)) * layout.pp
-    few, many, plain = runs(1, True), runs(2, True), runs(2, False)
-    for one, more, expected in zip(few, many, plain, strict=True):
-        (loss, gradients, graphs), (plain_loss, plain_gradients, none) = more, expected
-        assert graphs == one[2], "as many graphs as for fewer layers"
+    precision: dict[str, Any] = {"precision": "fp64"}
+    if name.startswith(("fp8", "mxfp8")):
+        precision = {"precision": "fp8", "fp8_scaling": "rowwise" if name.startswith("fp8") else "mxfp8"}
+    world = layout.tp * layout.cp * layout.dp_shard * layout.pp
+    arguments = (model, layout, lengths, "documents" in name, precision)
+    for few, many, plain in ranks(few_many_and_plain, world, *arguments, timeout=600):
+        graphs = few.graphs
+        assert {*many.graphs, *plain.graphs} == {graphs[-1]}, "none for more layers"
         assert graphs[0] == graphs[1], "none in the second step"
         assert set(graphs[3:]) <= {*graphs[2:3]}, "none for a third length"
         assert graphs[-1] <= 2 * graphs[0] + len(kinds(model)), "one more of each for another one, and one of sizes"
-        assert not any(none)
-        torch.testing.assert_close(loss, plain_loss, rtol=1e-9, atol=1e-9)
-        torch.testing.assert_close(gradients, plain_gradients, rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(many.loss, plain.loss, rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(many.gradients, plain.gradients, rtol=1e-9, atol=1e-9)
         if name in WHOLE:
             assert graphs[0] == len(kinds(model)) + OUTSIDE
 
