@@ -24,7 +24,7 @@ from phalanx.blocks.kinds import block_kinds
 from phalanx.check.job import problems_of
 from phalanx.config.job import Job, Train
 from phalanx.config.layout import Layout
-from phalanx.config.model import MLA, LoRA, ModelConfig, MoE
+from phalanx.config.model import MLA, DeltaNet, LoRA, ModelConfig, MoE, SparseAttention, WideHeads
 from phalanx.launch.ranks import Ranks
 from phalanx.model.documents import Documents
 from phalanx.model.seeding import Noise
@@ -157,6 +157,11 @@ GEMMA = replace(GEMMA, scaled_embedding=True, qk_norm="head", window=4, full_eve
 GPT_OSS = replace(EXPERTS, activation="swiglu_clamped", sinks=True, window=4, full_every=2, qkv_bias=True)
 OLMO = replace(LLAMA, norm_place="after", qk_norm="width", n_kv_heads=0)
 NEOX = replace(GPT, parallel_block=True, positions="rope", rotary_fraction=0.5)
+QWEN_NEXT = replace(LLAMA, attention="delta,gated_heads", qk_norm="head", rotary_fraction=0.5)
+QWEN_NEXT = replace(QWEN_NEXT, delta=DeltaNet(n_heads=4, key_heads=2, key_head_dim=4, head_dim=4))
+DEEPSEEK = replace(LATENT, sparse=SparseAttention(top_k=4, index_heads=2, index_head_dim=4), n_layers=3, mtp=1)
+GEMMA_4 = replace(GEMMA, attention_softcap=0.0, n_layers=6, shared_keys=2, double_mlp=True, wide=WideHeads(8, 1))
+GEMMA_4 = replace(GEMMA_4, layer_scale=True, v_norm=True)  # one tensor of layer_embedding is as wide as all layers
 FAMILIES = {
     "GPT": GPT,
     "Llama": LLAMA,
@@ -166,6 +171,9 @@ FAMILIES = {
     "gpt-oss": GPT_OSS,
     "OLMo": OLMO,
     "NeoX": NEOX,
+    "Qwen3-Next": QWEN_NEXT,
+    "DeepSeek-V3.2": DEEPSEEK,
+    "Gemma 4": GEMMA_4,
 }
 WAYS = {
     "alone": Layout(),
