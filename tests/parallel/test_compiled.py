@@ -198,8 +198,10 @@ class Found(NamedTuple):
 
     loss: Tensor
     gradients: dict[str, Tensor]
+    frames: list[int]
+    """What dynamo has compiled after each step, also of the models before."""
     graphs: list[int]
-    """The number of graphs after each step, also those of the models before."""
+    """Of these the graphs with operations: others hold sizes alone."""
 
 
 def few_many_and_plain(
@@ -208,10 +210,11 @@ def few_many_and_plain(
     """Computes a step of each length, compiled, with one layer of each kind per pipeline rank and then with two, and
     with these a step of the last length as it is."""
     import torch._dynamo
-    from torch._dynamo.utils import counters
+    from torch._dynamo.utils import clear_compilation_metrics, get_compilation_metrics, set_compilation_metrics_limit
 
     torch._dynamo.reset()
-    counters.clear()
+    set_compilation_metrics_limit(10_000)
+    clear_compilation_metrics()
     micros = 2 if layout.pp > 1 else 1
     mesh, cpu = build(layout, "cpu"), torch.device("cpu")
     found, least = list[Found](), len(kinds(model)) * layout.pp
@@ -222,7 +225,7 @@ def few_many_and_plain(
         train = Train(compile=compiled, cpu_linear="mkl", global_batch=micros * layout.dp_shard, **precision)
         with mock.patch("torch.compile", partial(torch.compile, backend="aot_eager")):
             replica = apply(made.double(), Job(model=config, layout=layout, train=train), mesh, cpu)
-        loss, graphs = torch.zeros(()), list[int]()
+        loss, frames, graphs = torch.zeros(()), list[int](), list[int]()
         for step, length in [*enumerate(lengths)][0 if compiled else -1 :]:
             generator = torch.Generator().manual_seed(step)
             tokens = torch.randint(VOCABULARY, (2, length), generator=generator)
@@ -238,9 +241,11 @@ def few_many_and_plain(
                 loss = replica.runner.run_batch([micro] * micros, 1.0, None, lambda _: None)
             else:
                 loss = replica.gradients([micro] * micros, 1.0)
-            graphs.append(counters["stats"]["unique_graphs"])
+            operations = [each.graph_op_count for each in get_compilation_metrics() if each.co_name]
+            frames.append(len(operations))
+            graphs.append(sum(map(bool, operations)))
         gradients = {f.name: f.gradient.clone() for f in replica.shards if f.gradient is not None}
-        found.append(Found(loss, gradients, graphs))
+        found.append(Found(loss, gradients, frames, graphs))
     return found
 
 
@@ -311,10 +316,10 @@ def test_layers_of_a_kind_share_their_graphs_and_compute_the_same(ranks, name):
     arguments = (model, layout, lengths, "documents" in name, precision)
     for few, many, plain in ranks(few_many_and_plain, world, *arguments, timeout=600):
         graphs = few.graphs
-        assert {*many.graphs, *plain.graphs} == {graphs[-1]}, "none for more layers"
-        assert graphs[0] == graphs[1], "none in the second step"
-        assert set(graphs[3:]) <= {*graphs[2:3]}, "none for a third length"
-        assert graphs[-1] <= 2 * graphs[0] + len(kinds(model)), "one more of each for another one, and one of sizes"
+        assert {*many.frames, *plain.frames} == {few.frames[-1]}, "nothing for more layers"
+        assert few.frames[0] == few.frames[1], "nothing in the second step"
+        assert set(few.frames[3:]) <= {*few.frames[2:3]}, "nothing for a third length"
+        assert graphs[-1] <= 2 * graphs[0], "one more of each graph for another length"
         torch.testing.assert_close(many.loss, plain.loss, rtol=1e-9, atol=1e-9)
         torch.testing.assert_close(many.gradients, plain.gradients, rtol=1e-9, atol=1e-9)
         if name in WHOLE:
