@@ -49,7 +49,7 @@ MOST_LINES = {
     "model": 3690,
     "optimizers": 550,
     "parallel": 7391,
-    "partition": 1466,
+    "partition": 1474,
     "pictures": 3640,
     "plan": 4360,
     "report": 1680,

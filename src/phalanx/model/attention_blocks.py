@@ -66,8 +66,7 @@ class Seen:
     @property
     def options(self) -> dict[str, int]:
         """The window in the arguments of flash attention: how many keys before and after its own a query sees."""
-        right = 0 if self.causal else -1
-        return {"window_size_left": self.window - 1, "window_size_right": right} if self.window else {}
+        return {"window_size_left": self.window - 1, "window_size_right": -(not self.causal)} if self.window else {}
 
 
 @dataclass(frozen=True)

@@ -135,7 +135,7 @@ class Sight:
                 for rows, columns in window_blocks(queries, keys, self.window):
                     of_queries = _part(slice(number * len(queries), (number + 1) * len(queries)), queries, rows)
                     of_keys = _part(slice(start, start + len(keys)), keys, columns)
-                    block = windowed(of_queries, of_keys, rows, columns, self.window)
+                    block = windowed(of_queries, of_keys, rows, columns, self.window, slice(None))
                     (diagonal if queries == keys else others).append(block)
             start += len(keys)
         return diagonal + others
@@ -147,11 +147,7 @@ class Sight:
         verdicts = iter(torch.stack([torch.stack([same.any(), same.all()]) for same in masks]).tolist())
         judged = [[(block, *next(verdicts)) for block in blocks] for blocks in self.blocks]
         return [
-            [
-                replace(block, masked=block.masked or not every, window=block.window * every)
-                for block, some, every in blocks
-                if some
-            ]
+            [replace(b, masked=b.masked or not every, window=b.window * every) for b, some, every in blocks if some]
             for blocks in judged
         ]
 

@@ -45,10 +45,7 @@ class RingBlock:
     """The sequences of the micro-batch that it is of."""
 
 
-EVERY = slice(None)
-
-
-def windowed(queries: slice, keys: slice, rows: range, columns: range, window: int, batch: slice = EVERY) -> RingBlock:
+def windowed(queries: slice, keys: slice, rows: range, columns: range, window: int, batch: slice) -> RingBlock:
     """Returns the block of queries at positions `rows` and keys at positions `columns`, before them or up to the same
     end, with a window."""
     block = RingBlock(queries, keys, causal=rows == columns and len(rows) <= window, row=batch)
