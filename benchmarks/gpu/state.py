@@ -41,10 +41,12 @@ ROUNDS = 10
 
 
 def cases(setting: Setting) -> list[Case]:
-    whole, part = ("tiny", "tiny") if setting.quick else ("llama3-8b", "llama3-8b, 6 layers")
-    words = {f"{whole} drawn": ["draw", "--model", whole]}
-    for name in ("adamw", "lion", "sgd"):
-        words[f"{part}, update of {name}"] = [name, "--model", whole, *([] if setting.quick else ["--layers", "6"])]
+    if setting.quick:
+        words = {"tiny drawn": ["draw", "--model", "tiny"], "tiny, update of adamw": ["adamw", "--model", "tiny"]}
+    else:
+        words = {"llama3-8b drawn": ["draw", "--model", "llama3-8b"]}
+        for name in ("adamw", "lion", "sgd"):
+            words[f"llama3-8b, 6 layers, update of {name}"] = [name, "--model", "llama3-8b", "--layers", "6"]
     return [Case(name, partial(measure, setting, each)) for name, each in words.items()]
 
 
