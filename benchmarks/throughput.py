@@ -48,7 +48,7 @@ def phalanx(job: Path, steps: int, processes: int, threads: int, *overrides: str
             *(sys.executable, "-m", "phalanx", "train", str(job)),
             *(f"train.steps={steps}", f"layout.dp_replicate={processes}", f"run.threads={threads}"),
             *(f"run.dir={runs}", "run.sample_tokens=0", "train.eval_every=0", "train.eval_samples=0"),
-            *("checkpoint.every=0", "train.log_every=1000", *overrides),
+            *("checkpoint.every=0", "train.log_every=1000", "optimizer.warmup_steps=0", *overrides),
         ]
         subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, check=True)
         rows = [json.loads(line) for line in next(Path(runs).glob("*/metrics.jsonl")).read_text().splitlines()]

@@ -132,7 +132,7 @@ def _flash_forward(
     *, scale: float, window_size_left: int | None = None, window_size_right: int | None = None,
 ) -> Any:  # fmt: skip
     """torch's flash attention: (tokens, heads, size) with bounds, or (batch, seq, heads, size) without."""
-    assert causal or window_size_left is None
+    assert window_size_right == (None if window_size_left is None else 0 if causal else -1)
     places = _sequences(cum_q, cum_k, q, k, v)
     rows = [(q[a], k[b], v[b]) for a, b in places] or list(zip(q, k, v, strict=True))
     assert max(len(x) for x, _, _ in rows) <= max_q
@@ -155,6 +155,7 @@ def _flash_backward(
 ) -> Any:  # fmt: skip
     assert lse.is_contiguous()
     assert lse.dtype == torch.float32
+    assert window_size_right == (None if window_size_left is None else 0 if causal else -1)
     places = _sequences(cum_q, cum_k, q, k, v)
     found = [torch.zeros_like(x, dtype=torch.float32) for x in (q, k, v)]
     for n, (a, b) in enumerate(places or [(slice(None), slice(None))] * len(q)):
@@ -179,7 +180,7 @@ def _varlen(
 ) -> Any:  # fmt: skip
     """torch's varlen_attn, which says of a window that it is none of a causal mask."""
     of_window = {"window_size_left": window[0], "window_size_right": window[1]} if window[0] >= 0 else {}
-    assert window[1] == (0 if causal or window[0] >= 0 else -1)
+    assert window[0] >= 0 or window[1] == (0 if causal else -1)
     return _flash_forward(q, k, v, cum_q, cum_k, max_q, max_k, 0.0, window[1] == 0, False, scale=scale, **of_window)[:3]
 
 

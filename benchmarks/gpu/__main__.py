@@ -1,6 +1,6 @@
-"""Parity, memory, throughput, several GPUs and kernels on a machine with NVIDIA GPUs, in one command.
+"""Parity, memory, throughput, several GPUs, kernels and state on a machine with NVIDIA GPUs, in one command.
 
-    python -m benchmarks.gpu [--only parity,memory,throughput,several,kernels,compute] [--minutes 12] [--quick]
+    python -m benchmarks.gpu [--only parity,memory,throughput,several,kernels,state,compute] [--minutes 12] [--quick]
     python -m benchmarks.gpu --device cpu --quick
 
 Writes benchmarks/results/gpu-NAME.json and .md after every case, NAME being the device's. An interrupted run resumes:
@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-from benchmarks.gpu import commands, compute, kernels, memory, parity, several, throughput
+from benchmarks.gpu import commands, compute, kernels, memory, parity, several, state, throughput
 from benchmarks.gpu.commands import CaseError, TimeUpError
 from benchmarks.gpu.part import Case, Part, SkippedError
 from benchmarks.gpu.results import Outcome, Results
@@ -27,7 +27,11 @@ from benchmarks.gpu.setting import NoGpuError, Setting, facts, find
 from benchmarks.report import RESULTS
 
 PARTS: dict[str, Part] = {
-    part.name: part for part in (parity.PART, memory.PART, throughput.PART, several.PART, kernels.PART, compute.PART)
+    part.name: part
+    for part in (
+        *(parity.PART, memory.PART, throughput.PART, several.PART),
+        *(kernels.PART, state.PART, compute.PART),
+    )
 }
 WORTH = (
     "throughput: *Llama*, compiled",
@@ -36,6 +40,7 @@ WORTH = (
     "throughput: 350M, p*, compiled",
     "several: *",
     "kernels: *",
+    "state: *",
     "parity: training in fp32*",
     "memory: 350M, *",
     "throughput: 1.3B, p*, compiled",

@@ -1,4 +1,7 @@
-"""Where a step's time goes on the device, by kind of kernel: a profile of two steps, compiled where they can be."""
+"""Where a step's time goes on the device, by kind of kernel: a profile of two steps, compiled where they can be.
+
+The optimizer's kernels, and those of the gradients' norm, are those that the host launches in its phases.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ STEPS = 2
 KINDS = {
     "communication": r"^nccl",
     "attention": r"flash|fmha|sdpa|attention",
-    "optimizer": r"multi_tensor_apply|fused_?adam|optimizer",
+    "optimizer": r"multi_tensor_apply|fused_?adam",
     "products": r"gemm|cutlass|nvjet|cublas|matmul|grouped_mm|^sm\d+_xmma",
     "compiled": r"^triton_",
     "reductions": r"reduce|norm|softmax|scan|sort|index|scatter|gather",
@@ -28,6 +31,8 @@ KINDS = {
     "elementwise": r"elementwise",
 }
 """Kinds by what kernels' names contain, in lower case; the first that does. What none does is "others"."""
+OF_THE_UPDATE, LAUNCHES = ("exchange", "optimizer"), ("cuda_runtime", "cuda_driver")
+"""Phases of the host in a trace of `phalanx train`, and the categories of its launches."""
 
 
 def cases(setting: Setting) -> list[Case]:
@@ -62,11 +67,15 @@ def measure(setting: Setting, shape: Shape) -> dict[str, Any]:
 def by_kind(events: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     """Returns, from a trace of STEPS steps, milliseconds per step from the first kernel to the last, of them idle, and
     milliseconds and launches by kind; empty if there are no kernels."""
-    spans = [
-        (float(event["ts"]), float(event["ts"]) + float(event["dur"]), kind_of(str(event["name"])))
-        for event in events
-        if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset") and "dur" in event
-    ]
+    timed = [event for event in events if "dur" in event]
+    updates = [span(event) for event in timed if event.get("cat") == "phase" and event["name"] in OF_THE_UPDATE]
+    launched = {correlation(event): span(event)[0] for event in timed if event.get("cat") in LAUNCHES}
+    spans = list[tuple[float, float, str]]()
+    for event in timed:
+        if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset"):
+            kind, at = kind_of(str(event["name"])), launched.get(correlation(event), -1.0)
+            updates_here = kind != "communication" and any(start <= at < end for start, end in updates)
+            spans.append((*span(event), "optimizer" if updates_here else kind))
     if not spans:
         return {}
     times, launches, busy, reached = defaultdict[str, float](float), defaultdict[str, int](int), 0.0, 0.0
@@ -82,6 +91,15 @@ def by_kind(events: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
         "kinds_ms": dict(sorted(times.items(), key=lambda item: -item[1])),
         "launches": {kind: round(count / STEPS) for kind, count in launches.items()},
     }
+
+
+def span(event: Mapping[str, Any]) -> tuple[float, float]:
+    return float(event["ts"]), float(event["ts"]) + float(event["dur"])
+
+
+def correlation(event: Mapping[str, Any]) -> object:
+    """Returns what a kernel and its launch have in common."""
+    return (event.get("args") or {}).get("correlation", event.get("ts"))
 
 
 def kind_of(name: str) -> str:

@@ -7,6 +7,7 @@ without recomputation: PaLM, appendix B) per second over the device's peak that 
 from __future__ import annotations
 
 import statistics
+import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -47,7 +48,8 @@ def ours(setting: Setting, shape: Shape, compiled: bool, *more: str) -> dict[str
     """Runs `phalanx train` on one device. Raises SkippedError if the shape does not fit or cannot be
     compiled, if the device has no fp8, or as training."""
     layout, prediction = _room(setting, shape)
-    words = shapes.training(setting, shape, *layout, f"train.compile={str(compiled).lower()}", *more)
+    own = (*layout, f"train.compile={str(compiled).lower()}", *more)
+    words, began = shapes.training(setting, shape, *own), time.time()
     try:
         rows = commands.train(words, steps=_steps(setting), limit_s=LIMIT_S, env=_environment(setting))
     except CaseError as error:
@@ -56,10 +58,11 @@ def ours(setting: Setting, shape: Shape, compiled: bool, *more: str) -> dict[str
         raise SkippedError(str(error)) from None
     last = rows[-1]
     figures = _figures([row["step_time_s"] for row in rows], setting, shape, prediction, layout, last["memory"])
-    predicted = prediction["step_time_s"] if shapes.known(setting.name) and not compiled else None
+    predicted = shapes.predict(setting, shape, *own)["step_time_s"] if shapes.known(setting.name) else None
     peak = last["tflops"] / last["mfu"] if last["mfu"] else None
     command = commands.shown(commands.phalanx("train", *words))
-    return {**figures, "predicted_step_s": predicted, "peak_tflops": peak, "command": command}
+    start = rows[0]["time"] - rows[0]["step_time_s"] - began
+    return {**figures, "predicted_step_s": predicted, "peak_tflops": peak, "start_s": start, "command": command}
 
 
 def loop(setting: Setting, shape: Shape, compiled: bool, module: str, missing: Callable[[], str]) -> dict[str, Any]:
@@ -124,25 +127,29 @@ def _figures(
 
 
 def table(outcomes: Mapping[str, Outcome]) -> list[Row]:
-    rows: list[Row] = [
-        ("shape and contender", "tokens/s", "TFLOP/s", "MFU", "step ms", "predicted ms", "peak GiB", "first step s", "")
-    ]
+    """Returns the table. `beside` is the tokens/s of a row over those of Phalanx in bf16 with the same shape."""
+    head = ("tokens/s", "beside", "TFLOP/s", "MFU", "step ms", "predicted ms", "peak GiB", "start s", "first step s")
+    rows: list[Row] = [("shape and contender", *head, "")]
     peak = next((found["peak_tflops"] for found in outcomes.values() if found.get("peak_tflops")), None)
     for name, found in outcomes.items():
         if why := reason(found):
             rows.append((name, why))
             continue
         mfu = f"{found['tflops'] / peak:.1%}" if peak else ""
-        predicted = found.get("predicted_step_s")
+        predicted, start = found.get("predicted_step_s"), found.get("start_s")
+        shape, end = name.rsplit(", ", 2 if name.endswith(", compiled") else 1)[0], ", compiled" * name.endswith("ed")
+        own = outcomes.get(f"{shape}, phalanx{end}", {}).get("tokens_per_s")
         rows.append(
             (
                 name,
                 f"{found['tokens_per_s']:,.0f}",
+                f"{found['tokens_per_s'] / own:.2f}" if own else "",
                 f"{found['tflops']:.3g}",
                 mfu,
                 f"{found['step_s'] * 1e3:.1f}",
                 f"{predicted * 1e3:.1f}" if predicted else "",
                 f"{found['memory'] / 2**30:.1f}",
+                f"{start:.1f}" if start else "",
                 f"{found['first_step_s']:.1f}",
                 found["layout"].replace("layout.", "").replace("train.", ""),
             )

@@ -25,6 +25,7 @@ from benchmarks.gpu import (
     plain_gpt,
     several,
     shapes,
+    state,
     throughput,
     torchtitan_llama,
 )
@@ -120,7 +121,7 @@ def test_no_gpu_is_one_message(capsys):
     [
         (
             ["--only", "parity,speed"],
-            "--only: no part speed; there are parity, memory, throughput, several, kernels, compute",
+            "--only: no part speed; there are parity, memory, throughput, several, kernels, state, compute",
         ),
         (["--device", "cpu"], "--device cpu rehearses tiny sizes: add --quick"),
     ],
@@ -169,9 +170,18 @@ def test_tables_show_figures_failures_and_reasons():
     measured = {"step_s": 0.1, "first_step_s": 9.0, "tokens_per_s": 1e5, "tflops": 100.0, "memory": gib}
     case = {**measured, "layout": "layout.micro_batch=2", "predicted_step_s": 0.2, "peak_tflops": 989.0}
     rows = throughput.PART.table({"a": case, "b": {**measured, "layout": ""}, "c": {"skipped": "too large"}})
-    assert rows[1] == ("a", "100,000", "100", "10.1%", "100.0", "200.0", "1.0", "9.0", "micro_batch=2")
-    assert rows[2][3] == "10.1%"  # of the same peak
+    assert rows[1] == ("a", "100,000", "", "100", "10.1%", "100.0", "200.0", "1.0", "", "9.0", "micro_batch=2")
+    assert rows[2][4] == "10.1%"  # of the same peak
     assert rows[3] == ("c", "skipped: too large")
+    faster = {**measured, "layout": "", "tokens_per_s": 1.3e5}
+    of_shapes = {"A, 6 layers, phalanx": case, "A, 6 layers, phalanx, compiled": {**case, "start_s": 20.0}}
+    of_shapes |= {"A, 6 layers, plain loop": faster, "A, 6 layers, phalanx in fp8, compiled": faster}
+    rows = throughput.PART.table(of_shapes)
+    assert [row[2] for row in rows[1:]] == ["1.00", "1.00", "1.30", "1.30"]
+    assert rows[2][8] == "20.0"
+    updates = {"parameters": 1000, "seconds": 1e-3, "moved": 30_000, "sum": 4e7}
+    rows = state.PART.table({"drawn": {"parameters": 1000, "seconds": 0.5}, "update": updates})
+    assert rows[1:] == [("drawn", "1,000", "500.0"), ("update", "1,000", "1.0", "30", "0", "75%")]
     points = [{"error": -0.2, "used": True}, {"error": 4.0, "used": False}]
     rows = compute.PART.table({"a": {"median_error": 0.05, "points": points, "cluster": {"intra.gbs": 300.123}}})
     assert rows[1] == ("a", "5.0%", "20.0%", "intra.gbs 300.1")
@@ -243,6 +253,18 @@ def test_kernels_are_counted_by_kind():
     assert found["launches"]["products"] == 1
     assert [*found["kinds_ms"]][1:] == ["compiled", "attention", "optimizer", "elementwise", "copies", "others"]
     assert kernels.by_kind([]) == {}
+    host = [{"cat": "phase", "name": "optimizer", "ts": 50.0, "dur": 40.0}]
+    host += [
+        {"cat": "cuda_runtime", "name": "cudaLaunchKernel", "ts": at, "dur": 1.0, "args": {"correlation": number}}
+        for number, at in enumerate((40.0, 60.0, 70.0))
+    ]
+    names = ["triton_poi_fused_copy", "triton_poi_fused_copy", "ncclDevKernel_AllGather"]
+    launched = [
+        {"cat": "kernel", "name": name, "ts": 100.0 * number, "dur": 50.0, "args": {"correlation": number}}
+        for number, name in enumerate(names)
+    ]
+    assert kernels.by_kind([*host, *launched])["launches"] == {"compiled": 0, "optimizer": 0, "communication": 0}
+    assert [*kernels.by_kind([*host, *launched])["kinds_ms"]] == ["compiled", "optimizer", "communication"]
     rows = kernels.PART.table({"a": found, "b": {"skipped": "no"}})
     assert rows[1][:4] == ("a", "0.4", "0.0", "")
     assert rows[2] == ("b", "skipped: no")
@@ -251,6 +273,16 @@ def test_kernels_are_counted_by_kind():
 def test_a_profile_of_a_cpu_has_no_kernels(tmp_path):
     cases = rehearse(tmp_path, "--only", "kernels")["parts"]["kernels"]
     assert cases["tiny"]["skipped"] == "a CPU's profile has no kernels"
+
+
+def test_drawing_and_every_update_is_measured(tmp_path):
+    found = rehearse(tmp_path, "--only", "state")["parts"]["state"]
+    assert [*found] == ["tiny drawn", "tiny, update of adamw"]
+    assert {case["parameters"] for case in found.values()} == {108_288}
+    assert [case.get("moved", 0) / case["parameters"] for case in found.values()] == [0, 30]
+    assert [case.name for case in state.cases(H100)][1:] == [
+        f"llama3-8b, 6 layers, update of {name}" for name in ("adamw", "lion", "sgd")
+    ]
 
 
 def test_what_torchtitan_needs_only_for_data_may_be_absent():

@@ -94,8 +94,6 @@ def test_what_a_cluster_loses_grows_by_one_factor_per_doubling(model: str, compi
     """From one device to a node of eight with the same work on each: what a device computes takes the same factor
     longer at each doubling, at most a seventh, and no factor beside it; the rest is communication, and the optimizer,
     whose state the devices share."""
-    if model == "mixture" and compile:
-        return  # refused
     worlds = [1, 2, 4, 8]
     parts = [
         step_parts(

@@ -63,6 +63,8 @@ def _sign(test: ast.expr) -> int:
             return {"is_cpu": -1, "hip": 1, "gloo": -1}.get(name, 0)
         case ast.Call(ast.Name("has_triton" | "is_flash" | "is_cudnn")):
             return 1
+        case ast.Call(ast.Name("compiles"), [ast.Name("parameter")]):  # one kernel of its update
+            return 1
     return 0
 
 

@@ -185,6 +185,20 @@ def test_a_technique_runs_on_a_gpu_that_is_not_there(case):
     rehearse_all(case)
 
 
+@pytest.mark.parametrize(("name", "way"), [("experts", "rowwise"), ("llama", "mxfp8")])
+def test_products_in_fp8_have_the_flops_of_those_in_bf16(name, way):
+    chip = "b200" if way == "mxfp8" else "h200"
+    jobs = [
+        job_of((name, "dp_replicate=1", {"chip": chip, **more}))
+        for more in ({"precision": "fp8", "fp8_scaling": way}, {})
+    ]
+    narrow, wide = (rehearse(job, 0, VOCAB, "cuda") for job in jobs)
+    if name == "experts":  # zeros fill the rows of a weight's gradient up
+        rows = 4 * LLAMA.seq_len * MIXTURE.top_k
+        wide.flops["experts"] *= (3 * rows + 16 * MIXTURE.n_experts) / (3 * rows)
+    assert narrow.flops == wide.flops
+
+
 UNREACHED = {
     "parallel/apply.py: apply_compile": "torch compiles for real tensors only",
     "parallel/apply.py: apply_data_parallel": "refuses threads, which a rehearsal refuses before",

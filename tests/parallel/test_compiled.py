@@ -11,7 +11,8 @@ from dataclasses import replace
 from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+from unittest import mock
 
 import pytest
 import torch
@@ -23,8 +24,7 @@ from phalanx.blocks.kinds import block_kinds
 from phalanx.check.job import problems_of
 from phalanx.config.job import Job, Train
 from phalanx.config.layout import Layout
-from phalanx.config.model import MLA, LoRA, ModelConfig, MoE
-from phalanx.config.precision import Fp8Scaling, Precision
+from phalanx.config.model import MLA, DeltaNet, LoRA, ModelConfig, MoE, SparseAttention, WideHeads
 from phalanx.launch.ranks import Ranks
 from phalanx.model.documents import Documents
 from phalanx.model.seeding import Noise
@@ -157,6 +157,11 @@ GEMMA = replace(GEMMA, scaled_embedding=True, qk_norm="head", window=4, full_eve
 GPT_OSS = replace(EXPERTS, activation="swiglu_clamped", sinks=True, window=4, full_every=2, qkv_bias=True)
 OLMO = replace(LLAMA, norm_place="after", qk_norm="width", n_kv_heads=0)
 NEOX = replace(GPT, parallel_block=True, positions="rope", rotary_fraction=0.5)
+QWEN_NEXT = replace(LLAMA, attention="delta,gated_heads", qk_norm="head", rotary_fraction=0.5)
+QWEN_NEXT = replace(QWEN_NEXT, delta=DeltaNet(n_heads=4, key_heads=2, key_head_dim=4, head_dim=4))
+DEEPSEEK = replace(LATENT, sparse=SparseAttention(top_k=4, index_heads=2, index_head_dim=4), n_layers=3, mtp=1)
+GEMMA_4 = replace(GEMMA, attention_softcap=0.0, n_layers=6, shared_keys=2, double_mlp=True, wide=WideHeads(8, 1))
+GEMMA_4 = replace(GEMMA_4, layer_scale=True, v_norm=True)  # one tensor of layer_embedding is as wide as all layers
 FAMILIES = {
     "GPT": GPT,
     "Llama": LLAMA,
@@ -166,6 +171,9 @@ FAMILIES = {
     "gpt-oss": GPT_OSS,
     "OLMo": OLMO,
     "NeoX": NEOX,
+    "Qwen3-Next": QWEN_NEXT,
+    "DeepSeek-V3.2": DEEPSEEK,
+    "Gemma 4": GEMMA_4,
 }
 WAYS = {
     "alone": Layout(),
@@ -185,59 +193,60 @@ OUTSIDE = 3
 """Graphs besides those of blocks: embedding, final norm, loss."""
 
 
-def run(
-    ranks: Ranks,
-    model: ModelConfig,
-    layout: Layout,
-    *,
-    compiled: bool,
-    lengths: list[int],
-    documents: bool = False,
-    precision: Precision = "fp64",
-    fp8_scaling: Fp8Scaling = "rowwise",
-) -> tuple[Tensor, dict[str, Tensor], list[int]]:
-    """Computes a step of each length. Returns the last loss and gradients, and the number of graphs after each."""
+class Found(NamedTuple):
+    """What the steps of a model have computed."""
+
+    loss: Tensor
+    gradients: dict[str, Tensor]
+    frames: list[int]
+    """What dynamo has compiled after each step, also of the models before."""
+    graphs: list[int]
+    """Of these the graphs with operations: others hold sizes alone."""
+
+
+def few_many_and_plain(
+    ranks: Ranks, model: ModelConfig, layout: Layout, lengths: list[int], documents: bool, precision: dict[str, Any]
+) -> list[Found]:
+    """Computes a step of each length, compiled, with one layer of each kind per pipeline rank and then with two, and
+    with these a step of the last length as it is."""
     import torch._dynamo
-    from torch._dynamo.utils import counters
+    from torch._dynamo.utils import clear_compilation_metrics, get_compilation_metrics, set_compilation_metrics_limit
 
     torch._dynamo.reset()
-    counters.clear()
+    set_compilation_metrics_limit(10_000)
+    clear_compilation_metrics()
     micros = 2 if layout.pp > 1 else 1
-    real = torch.compile
-    torch.compile = partial(real, backend="aot_eager")
-    try:
+    mesh, cpu = build(layout, "cpu"), torch.device("cpu")
+    found, least = list[Found](), len(kinds(model)) * layout.pp
+    for layers, compiled in ((least, True), (2 * least, True), (2 * least, False)):
+        config = replace(model, n_layers=layers)
         with torch.device("meta"):
-            made = Transformer(model, VOCABULARY)
-        train = Train(
-            compile=compiled,
-            cpu_linear="mkl",
-            precision=precision,
-            fp8_scaling=fp8_scaling,
-            global_batch=micros * layout.dp_shard,
-        )
-        job = Job(model=model, layout=layout, train=train)
-        mesh = build(layout, "cpu")
-        replica = apply(made.double(), job, mesh, torch.device("cpu"))
-    finally:
-        torch.compile = real
-    loss, graphs = torch.zeros(()), list[int]()
-    for step, length in enumerate(lengths):
-        generator = torch.Generator().manual_seed(step)
-        tokens = torch.randint(VOCABULARY, (2, length), generator=generator)
-        packed = Documents(torch.arange(length).expand(2, -1) // (5 + step)) if documents else None
-        noise = None
-        if model.dropout:
-            tp = mesh.axis("tp")
-            own = (tp.rank, tp.size)
-            noise = Noise(1, step, range(2), heads=own, tokens=own if layout.sp else (0, 1))
-        replica.clear()
-        micro = MicroTensors(tokens, tokens, noise, documents=packed)
-        if isinstance(replica.runner, PipeDream):
-            loss = replica.runner.run_batch([micro] * micros, 1.0, None, lambda _: None)
-        else:
-            loss = replica.gradients([micro] * micros, 1.0)
-        graphs.append(counters["stats"]["unique_graphs"])
-    return loss, {f.name: f.gradient.clone() for f in replica.shards if f.gradient is not None}, graphs
+            made = Transformer(config, VOCABULARY)
+        train = Train(compile=compiled, cpu_linear="mkl", global_batch=micros * layout.dp_shard, **precision)
+        with mock.patch("torch.compile", partial(torch.compile, backend="aot_eager")):
+            replica = apply(made.double(), Job(model=config, layout=layout, train=train), mesh, cpu)
+        loss, frames, graphs = torch.zeros(()), list[int](), list[int]()
+        for step, length in [*enumerate(lengths)][0 if compiled else -1 :]:
+            generator = torch.Generator().manual_seed(step)
+            tokens = torch.randint(VOCABULARY, (2, length), generator=generator)
+            packed = Documents(torch.arange(length).expand(2, -1) // (5 + step)) if documents else None
+            noise = None
+            if model.dropout:
+                tp = mesh.axis("tp")
+                own = (tp.rank, tp.size)
+                noise = Noise(1, step, range(2), heads=own, tokens=own if layout.sp else (0, 1))
+            replica.clear()
+            micro = MicroTensors(tokens, tokens, noise, documents=packed)
+            if isinstance(replica.runner, PipeDream):
+                loss = replica.runner.run_batch([micro] * micros, 1.0, None, lambda _: None)
+            else:
+                loss = replica.gradients([micro] * micros, 1.0)
+            operations = [each.graph_op_count for each in get_compilation_metrics() if each.co_name]
+            frames.append(len(operations))
+            graphs.append(sum(map(bool, operations)))
+        gradients = {f.name: f.gradient.clone() for f in replica.shards if f.gradient is not None}
+        found.append(Found(loss, gradients, frames, graphs))
+    return found
 
 
 CASES: dict[str, tuple[ModelConfig, Layout]] = {
@@ -300,24 +309,19 @@ def test_layers_of_a_kind_share_their_graphs_and_compute_the_same(ranks, name):
     length = SEQ_LEN // layout.cp
     lengths = [length, length, *([length // 2, length // 4 * 3] if ALL or name == "plain" else [])]
 
-    def runs(layers, compiled):
-        world = layout.tp * layout.cp * layout.dp_shard * layout.pp
-        call = partial(run, compiled=compiled, lengths=lengths, documents="documents" in name)
-        if name.startswith(("fp8", "mxfp8")):
-            call.keywords.update(precision="fp8", fp8_scaling="rowwise" if name.startswith("fp8") else "mxfp8")
-        return ranks(call, world, replace(model, n_layers=layers * at_least), layout, timeout=300)
-
-    at_least = len(kinds(model)) * layout.pp
-    few, many, plain = runs(1, True), runs(2, True), runs(2, False)
-    for one, more, expected in zip(few, many, plain, strict=True):
-        (loss, gradients, graphs), (plain_loss, plain_gradients, none) = more, expected
-        assert graphs == one[2], "as many graphs as for fewer layers"
-        assert graphs[0] == graphs[1], "none in the second step"
-        assert set(graphs[3:]) <= {*graphs[2:3]}, "none for a third length"
-        assert graphs[-1] <= 2 * graphs[0] + len(kinds(model)), "one more of each for another one, and one of sizes"
-        assert not any(none)
-        torch.testing.assert_close(loss, plain_loss, rtol=1e-9, atol=1e-9)
-        torch.testing.assert_close(gradients, plain_gradients, rtol=1e-9, atol=1e-9)
+    precision: dict[str, Any] = {"precision": "fp64"}
+    if name.startswith(("fp8", "mxfp8")):
+        precision = {"precision": "fp8", "fp8_scaling": "rowwise" if name.startswith("fp8") else "mxfp8"}
+    world = layout.tp * layout.cp * layout.dp_shard * layout.pp
+    arguments = (model, layout, lengths, "documents" in name, precision)
+    for few, many, plain in ranks(few_many_and_plain, world, *arguments, timeout=600):
+        graphs = few.graphs
+        assert {*many.frames, *plain.frames} == {few.frames[-1]}, "nothing for more layers"
+        assert few.frames[0] == few.frames[1], "nothing in the second step"
+        assert set(few.frames[3:]) <= {*few.frames[2:3]}, "nothing for a third length"
+        assert graphs[-1] <= 2 * graphs[0], "one more of each graph for another length"
+        torch.testing.assert_close(many.loss, plain.loss, rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(many.gradients, plain.gradients, rtol=1e-9, atol=1e-9)
         if name in WHOLE:
             assert graphs[0] == len(kinds(model)) + OUTSIDE
 

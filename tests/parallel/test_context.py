@@ -25,8 +25,10 @@ from phalanx.parallel.ring import zigzag
 from phalanx.partition import tensor_slices as sequence
 from phalanx.partition.documents import RingBlock, assign, keys_seen
 from phalanx.partition.tensor_slices import cp_coordinates, rank_positions, rank_share, ring_positions
+from rehearsed_cuda import CUDA, rehearsal
 
 HEADS, SIZE, SEQ, BATCH = 8, 4, 48, 2
+CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -137,10 +139,10 @@ def by_cost(documents: Documents | None, layout: Layout, window: int) -> Documen
     )
 
 
-def all_cases(ranks: Any, layout: Layout) -> list[str]:
-    mesh = build(layout, "cpu")
+def all_cases(ranks: Any, layout: Layout, cases: list[StepSpec] = CASES, device: torch.device = CPU) -> list[str]:
+    mesh = build(layout, device.type)
     wrong = []
-    for case in [*CASES, *(replace(case, assigned=True) for case in CASES if case.documents and case.slices == 1)]:
+    for case in [*cases, *(replace(case, assigned=True) for case in cases if case.documents and case.slices == 1)]:
         sequence.LEAST_RUN = case.run
         inputs, gradient, documents = inputs_of(case)
         first = SEQ * (case.slices - 1)
@@ -157,7 +159,9 @@ def all_cases(ranks: Any, layout: Layout) -> list[str]:
         core = connected(core_of(case), layout, mesh)
         mine = [inputs[0][:, :, queries - first], inputs[1][:, :, keys], inputs[2][:, :, keys]]
         of_queries, of_keys = queries - first, keys
-        found = attention(core, mine, gradient[:, :, of_queries], noise_of(case, queries), documents)
+        mine, given = [x.to(device) for x in mine], gradient[:, :, of_queries].to(device)
+        there = documents and documents.to(device)
+        found = [x.cpu() for x in attention(core, mine, given, noise_of(case, queries), there)]
         for name, x, y, part in zip(
             ("o", "dq", "dk", "dv"), found, expected, (of_queries, of_queries, of_keys, of_keys), strict=True
         ):
@@ -171,6 +175,32 @@ def all_cases(ranks: Any, layout: Layout) -> list[str]:
 def test_attention_and_its_gradients_are_those_of_one_process(ranks, layout):
     for wrong in ranks(all_cases, layout.world, layout):
         assert not wrong, "\n".join(wrong)
+
+
+ON_A_GPU = [
+    StepSpec(window=window, run=run, kv_heads=2, documents=documents, dtype=torch.bfloat16, tolerance=3e-2)
+    for window, run in ((5, 2), (17, 4), (30, 128))
+    for documents in (False, True)
+]
+
+
+def cases_on_a_gpu(ranks: Any, layout: Layout, documents: bool) -> tuple[list[str], int]:
+    """And the number of masks that were made."""
+    masks = list[Any]()
+    visible = ring.visible
+    with pytest.MonkeyPatch.context() as patch, rehearsal(patch):
+        patch.setattr(ring, "visible", lambda *given: masks.append(given) or visible(*given))
+        cases = [case for case in ON_A_GPU if case.documents == documents]
+        return all_cases(ranks, layout, cases, CUDA), len(masks)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS[:3], ids=Layout.line)
+@pytest.mark.parametrize("documents", [False, True], ids=["one document", "documents"])
+def test_flash_attention_computes_the_ends_of_windows_on_a_ring(ranks, layout, documents):
+    """In half precision on a GPU, whose kernels stand here as formulas, no window takes a mask."""
+    for wrong, masks in ranks(cases_on_a_gpu, layout.world, layout, documents):
+        assert not wrong, "\n".join(wrong)
+        assert documents or not masks
 
 
 MODEL = ModelConfig(

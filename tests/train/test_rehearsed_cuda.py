@@ -89,7 +89,8 @@ if "PHALANX_REHEARSAL" in os.environ:
         "zero 1": (job_of("dp_shard=2,zero=1", precision="bf16"), True),
         "tensors and sequences": (job_of("tp=2,sp=true"), True),
         "pipeline": (job_of("pp=2,schedule=zb_h1,accumulation=2"), False),
-        "experts": (job_of("dp_shard=2,ep=2,zero=2", model=MIXTURE), True),
+        # AdamW makes a step of the rounding noise of experts with few rows.
+        "experts": (job_of("dp_shard=2,ep=2,zero=2", model=MIXTURE, optimizer="sgd"), True),
     }
 
 

@@ -36,7 +36,9 @@ def flops_of(func: Any, args: Any, kwargs: Any, out: Any) -> float:
     match name:
         case "_linear_pointwise":  # oneDNN's: (..., inputs) by (outputs, inputs)
             return 2.0 * args[0].numel() * args[1].shape[0]
-        case "_grouped_mm":  # every row by one matrix, or every row into one
+        case "_scaled_mm_v2":  # by blocks: torch's formulas know the first version alone
+            return 2.0 * args[0].numel() * args[1].shape[1]
+        case "_grouped_mm" | "_scaled_grouped_mm":  # every row by one matrix, or every row into one
             a, b = args[:2]
             return 2.0 * a.shape[-2] * a.shape[-1] * b.shape[-1] * (len(a) if a.dim() == 3 and b.dim() == 3 else 1)
         case "_varlen_attn" | "_flash_attention_backward":

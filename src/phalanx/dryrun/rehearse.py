@@ -366,7 +366,7 @@ def _by_kind(flops: dict[str, float], steps: int) -> dict[str, float]:
     """Returns FLOPs per step of matrix products, of experts' and of attention."""
     found: defaultdict[str, float] = defaultdict(float)
     for operator, count in flops.items():
-        kind = "attention" if "attention" in operator else "experts" if operator == "_grouped_mm" else "products"
+        kind = "attention" if "attention" in operator else "experts" if "grouped_mm" in operator else "products"
         found[kind] += count / steps
     return dict(found)
 

@@ -60,12 +60,13 @@ class Seen:
     """Those of exactly the keys, of which a query sees its own alone: with `causal` where it `is_flash`, and as many
     queries as keys."""
     window: int = 0
-    """Keys up to its own that a query sees at most, with `causal` where it `is_flash`; 0: all."""
+    """Where it `is_flash`, the keys up to its own that a query sees at most, with `causal`; without it, of keys before
+    the queries, the last that the last query sees, and a query n before it n more; 0: all."""
 
     @property
     def options(self) -> dict[str, int]:
         """The window in the arguments of flash attention: how many keys before and after its own a query sees."""
-        return {"window_size_left": self.window - 1, "window_size_right": 0} if self.window else {}
+        return {"window_size_left": self.window - 1, "window_size_right": -(not self.causal)} if self.window else {}
 
 
 @dataclass(frozen=True)

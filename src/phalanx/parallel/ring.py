@@ -19,10 +19,10 @@ from torch import Tensor
 from phalanx.blocks.attention import reached_runs, ring_hops, sliced_runs
 from phalanx.comm.axis import Axis, Pending
 from phalanx.model.attention import Reach, gradient_of_sinks, join_sinks, visible
-from phalanx.model.attention_blocks import Seen, attend, gradients
+from phalanx.model.attention_blocks import Seen, attend, gradients, is_flash
 from phalanx.model.layers import uncompiled
 from phalanx.model.seeding import Noise, scale
-from phalanx.partition.documents import RingBlock
+from phalanx.partition.documents import RingBlock, windowed
 from phalanx.partition.tensor_slices import window_blocks
 
 
@@ -111,9 +111,11 @@ class Sight:
             return None
         return self.dropping.keep(_positions(self.queries, device), self.slices * self.tokens * self.ring.size)
 
-    def seen(self, source: int, block: RingBlock, keep: Tensor | None, device: torch.device) -> Seen:
-        """Returns which keys of one block its queries see."""
-        mask = None
+    def seen(self, source: int, block: RingBlock, keep: Tensor | None, q: Tensor, v: Tensor) -> Seen:
+        """Returns which keys of one block its queries see; `q` and `v` are those of all blocks."""
+        mask, device = None, q.device
+        if block.window and keep is None and not self.scoring.softcap and is_flash(q, v):
+            return Seen(block.causal, window=block.window)
         if block.masked:
             documents = self.documents and self.documents.part(block.row)
             mask = visible(*self._positions(source, block, device), self.window, documents)
@@ -131,11 +133,9 @@ class Sight:
         for keys in self.keys[source]:
             for number, queries in enumerate(self.queries):
                 for rows, columns in window_blocks(queries, keys, self.window):
-                    causal = rows == columns and len(rows) <= self.window
-                    every = rows.start >= columns.stop - 1 and rows.stop - columns.start <= self.window
                     of_queries = _part(slice(number * len(queries), (number + 1) * len(queries)), queries, rows)
                     of_keys = _part(slice(start, start + len(keys)), keys, columns)
-                    block = RingBlock(of_queries, of_keys, causal=causal, masked=not (causal or every))
+                    block = windowed(of_queries, of_keys, rows, columns, self.window, slice(None))
                     (diagonal if queries == keys else others).append(block)
             start += len(keys)
         return diagonal + others
@@ -147,7 +147,7 @@ class Sight:
         verdicts = iter(torch.stack([torch.stack([same.any(), same.all()]) for same in masks]).tolist())
         judged = [[(block, *next(verdicts)) for block in blocks] for blocks in self.blocks]
         return [
-            [replace(block, masked=block.masked or not every) for block, some, every in blocks if some]
+            [replace(b, masked=b.masked or not every, window=b.window * every) for b, some, every in blocks if some]
             for blocks in judged
         ]
 
@@ -364,7 +364,7 @@ class _Ring(torch.autograd.Function):
         for source, keys, values in travel(sight, k, v).arriving():
             for block in sight.blocks[source]:
                 row, rows, columns = block.row, block.queries, block.keys
-                seen = sight.seen(source, block, keep, q.device)
+                seen = sight.seen(source, block, keep, q, v)
                 inputs = q[row, :, rows], keys[row, :, columns], values[row, :, columns]
                 _merge(o[row, :, rows], lse[row, :, rows], *attend(*inputs, seen, sight.scoring))
         join_sinks(o, lse, sinks)
@@ -389,7 +389,7 @@ class _Ring(torch.autograd.Function):
             for block in sight.blocks[source]:
                 row, rows, columns = block.row, block.queries, block.keys
                 inputs = q[row, :, rows], keys[row, :, columns], values[row, :, columns], o[row, :, rows]
-                seen = sight.seen(source, block, keep, q.device)
+                seen = sight.seen(source, block, keep, q, v)
                 results = gradients(gradient[row, :, rows], *inputs, lse[row, :, rows], seen, sight.scoring)
                 for whole, part, part_of in zip((of_q, of_k, of_v), results, (rows, columns, columns), strict=True):
                     whole[row, :, part_of].add_(part)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -39,8 +39,19 @@ class RingBlock:
     causal: bool = False
     masked: bool = False
     """Documents or windows end within the block."""
+    window: int = 0
+    """If a window alone ends there: how many keys the last query sees, whose own is the last of a `causal` block."""
     row: slice = field(default_factory=lambda: slice(None))
     """The sequences of the micro-batch that it is of."""
+
+
+def windowed(queries: slice, keys: slice, rows: range, columns: range, window: int, batch: slice) -> RingBlock:
+    """Returns the block of queries at positions `rows` and keys at positions `columns`, before them or up to the same
+    end, with a window."""
+    block = RingBlock(queries, keys, causal=rows == columns and len(rows) <= window, row=batch)
+    if block.causal or (rows.start >= columns.stop - 1 and rows.stop - columns.start <= window):
+        return block
+    return replace(block, causal=rows.stop == columns.stop, masked=True, window=window - (rows.stop - columns.stop))
 
 
 def chunks_per_place(tokens: int, ring: int) -> int:
@@ -215,7 +226,8 @@ class DocumentCut:
             while number < len(segments) and segments[number][0] == stop and segments[number][1] - start <= LEAST_RUN:
                 stop, number, alone = segments[number][1], number + 1, False
             if self.window and stop - start > self.window:
-                yield from self._windowed(range(start, stop), index, range(start, stop), index, batch)
+                for block in self._windowed(range(start, stop), index, range(start, stop), index, batch):
+                    yield block if alone else replace(block, causal=False, masked=True, window=0)
             else:
                 own = slice(index, index + stop - start)
                 yield RingBlock(own, own, causal=alone, masked=not alone, row=batch)
@@ -223,12 +235,11 @@ class DocumentCut:
     def _windowed(self, queries: range, row: int, keys: range, column: int, batch: slice) -> Iterator[RingBlock]:
         """Yields the blocks within a window of runs of queries and keys, which stand from `row` and `column` on."""
         for rows, columns in window_blocks(queries, keys, self.window):
-            every = rows.start >= columns.stop - 1 and rows.stop - columns.start <= self.window
             places = (
                 slice(run.start + offset, run.stop + offset)
                 for run, offset in ((rows, row - queries.start), (columns, column - keys.start))
             )
-            yield RingBlock(next(places), next(places), masked=not every, row=batch)
+            yield windowed(next(places), next(places), rows, columns, self.window, batch)
 
 
 def _runs(positions: NDArray[np.int64]) -> Iterator[range]:

@@ -75,10 +75,12 @@ KINDS: dict[str, dict[str, dict[str, Any]]] = {
     "fp16": {"train": {"precision": "fp16"}},
     "experts": {"model": {"moe": MIXTURE}},
 }
+CAPACITY = {"model": {"moe": dataclasses.replace(MIXTURE, capacity=1.5)}}
+"""Experts on several ranks without a count of the rows that they exchange, for which the host would wait."""
 
 
 def of_kind(job: Job, name: str) -> Job:
-    for section, values in KINDS.get(name, {}).items():
+    for section, values in (KINDS | {"capacity": CAPACITY}).get(name, {}).items():
         job = change(job, section, **values)
     return job
 
@@ -173,6 +175,8 @@ def without_reads(ranks: Any, job: Job) -> list[float]:
         *((Layout(dp_shard=2, recompute=mode), "adamw") for mode in ("products", "mlp", "full")),
         *((layout, "fp8") for layout in (Layout(), Layout(dp_shard=2), Layout(tp=2, sp=True))),
         (Layout(dp_shard=2, zero=2, accumulate="sharded", accumulation=2), "adamw"),
+        (Layout(dp_shard=2, ep=2), "capacity"),
+        (Layout(cp=2), "adamw"),
     ],
     ids=lambda value: value if isinstance(value, str) else value.line(),
 )
@@ -182,7 +186,7 @@ def test_a_step_reads_nothing_of_the_device(ranks, job, layout, name):
     if name == "fp8":
         job = change(job, "train", precision=name)
     else:
-        job = of_kind(job, name) if name in KINDS else change(job, "optimizer", name=name)
+        job = of_kind(job, name) if name in {*KINDS, "capacity"} else change(job, "optimizer", name=name)
     for shown in ranks(without_reads, layout.processes, job):
         # The host's processors update what is on the host: they have the gradients, and know the norm at once.
         assert len(shown) == (4 if layout.offload in ("optimizer", "all") else 3), "the last is known one step later"

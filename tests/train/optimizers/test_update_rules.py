@@ -13,15 +13,20 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from phalanx.config.job import Optimizer
+from parallel.steps import micro_batches
+from phalanx.config.job import Job, Optimizer, Train
+from phalanx.config.layout_line import parse
 from phalanx.config.model import ModelConfig
 from phalanx.optimizers.catalogue import OPTIMIZERS, optimizer_costs
+from phalanx.parallel.mesh import build
 from phalanx.parallel.parameter_shards import ParameterShard
 from phalanx.parallel.precision import LossScale
 from phalanx.partition.tensor_slices import TensorSlice
 from phalanx.train.optimizer import ShardedOptimizer
 from phalanx.train.optimizers import rule
 from phalanx.train.optimizers.narrow import table
+from phalanx.train.optimizers.rule import one_pass_of
+from phalanx.train.step import StepInputs, Stepper
 from train.measured_memory import tensors_in
 
 # The update rules: equal to torch's or to the paper's formulas, in one pass, and in 8-bit codes.
@@ -256,6 +261,51 @@ def test_a_step_moves_what_the_facts_say_and_waits_for_nothing(monkeypatch, name
     with Moved([*gradients, *state(optimizer).values()]) as moved:
         optimizer.step(1e-2, square.sqrt())
     assert moved.bytes == OPTIMIZERS[name].moved(CONFIGS[name], "", ()) * ELEMENTS
+
+
+def moved_in_a_step(ranks: Any, line: str, optimizer: str) -> float:
+    """Bytes that the one pass of a rank moves per element of its shards, in the second step of a job."""
+    layout = parse(line)
+    train = Train(precision="bf16", global_batch=2 * layout.data_ranks, cpu_linear="mkl")
+    job = Job(model=TINY, layout=layout, optimizer=Optimizer(name=optimizer), train=train)
+    mesh = build(layout, "cpu")
+    stepper = Stepper(job, mesh, torch.device("cpu"), 13)
+    own = one_pass_of(stepper.optimizer.rule)
+    assert own is not None
+    update, bytes_moved, elements = own.step, list[int](), list[int]()
+
+    def counted() -> None:
+        held = [p for group in own.param_groups for p in group["params"] if p.grad is not None]
+        tensors = [t for p in held for t in (p, p.grad, own.copies.get(p), *own.state[p].values()) if t is not None]
+        with Moved(tensors) as moved:
+            update()
+        bytes_moved.append(moved.bytes)
+        elements.append(sum(p.numel() for p in held))
+
+    own.step = counted
+    for step in range(2):
+        batches, valid = micro_batches(job, step, mesh.data_rank, 13)
+        bytes_moved.clear()
+        elements.clear()
+        stepper.step(StepInputs(batches, step, valid, 1e-3))
+    return sum(bytes_moved) / sum(elements)
+
+
+TINY = ModelConfig(n_layers=1, d_model=32, n_heads=2, seq_len=8)
+LAYOUTS = (
+    "dp_replicate=2",
+    "dp_shard=2,zero=1",
+    "dp_shard=2,zero=2",
+    "dp_shard=2,zero=3",
+    "dp_shard=2,offload=optimizer",
+)
+
+
+@pytest.mark.parametrize("name", [*CONFIGS, "muon"])
+@pytest.mark.parametrize("line", LAYOUTS)
+def test_so_does_a_step_of_every_layout(ranks, line, name):
+    expected = OPTIMIZERS[name if name in CONFIGS else "adamw"].moved(Optimizer(name=name), "", ())
+    assert ranks(moved_in_a_step, 2, line, name) == [expected] * 2
 
 
 class AllMoved(TorchDispatchMode):
