@@ -17,6 +17,8 @@ from pathlib import Path
 
 import pytest
 
+import warm
+
 UNDISTURBED = ("cli", "launch", "machine", "trackers", "serve", "benchmarks", "train", "data")
 """Folders of tests that measure time or send signals."""
 BESIDE = pytest.StashKey[dict[int, Path]]()
@@ -42,6 +44,7 @@ def pytest_runtestloop(session: pytest.Session) -> bool | None:
         if not (pid := os.fork()):
             beside.clear()
             os.nice(NICENESS)
+            warm.install_in_fork()
             _write_to(report, config)
             files.reverse()
             break
