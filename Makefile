@@ -33,17 +33,7 @@ verify: setup ## compare every layout with one process: ARGS='--max-ranks 4'
 	$(BIN)/phalanx verify $(JOB) --full $(ARGS)
 
 test: setup ## run the tests: ARGS='-k checkpoint'
-ifeq ($(ARGS),)
-	@share=$$(mktemp -d); trap 'rm -r $$share' EXIT; beside=; \
-	for turn in 1 2; do \
-		nice -n 10 $(BIN)/python -m pytest -q --share=$$share --backwards > .beside.$$turn.log 2>&1 & beside="$$beside $$!"; \
-	done; \
-	$(BIN)/python -m pytest --share=$$share; code=$$?; \
-	for each in $$beside; do wait $$each || code=1; done; \
-	echo "Beside it:"; cat .beside.?.log; exit $$code
-else
-	$(BIN)/python -m pytest $(ARGS)
-endif
+	$(BIN)/python -m pytest $(or $(ARGS),--beside 2)
 
 cold: setup ## run the tests without forks of a warm process (tests/warm.py): every process starts afresh
 	PHALANX_COLD=1 $(BIN)/python -m pytest $(ARGS)

@@ -1,37 +1,55 @@
-"""One run of all tests by several processes: one takes the files from the front, others from the back, until they meet.
+"""One run of all tests by several processes: `pytest --beside 2` has two more, forks of the one that has collected all
+tests, which take the files from the back, until they meet.
 
-    pytest --share FOLDER & pytest --share FOLDER --backwards & pytest --share FOLDER --backwards
-
-A file belongs to the process that makes its mark in FOLDER. Tests that measure time or send signals come first: the
+A file belongs to the process that makes its mark in a folder. Tests that measure time or send signals come first: the
 processes that come from the back, at a low priority, disturb them least and reach them last. Tests wait for processes,
 stores and pipes a third of their time: two cores are busy with three of these.
 """
 
 from __future__ import annotations
 
+import os
+import shutil
+import tempfile
 from collections.abc import Iterator
 from itertools import groupby
 from pathlib import Path
 
 import pytest
 
+import warm
+
 UNDISTURBED = ("cli", "launch", "machine", "trackers", "serve", "benchmarks", "train", "data")
 """Folders of tests that measure time or send signals."""
+BESIDE = pytest.StashKey[dict[int, Path]]()
+"""The processes beside this one, with the files that they write their reports to."""
+NICENESS = 10
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--share", type=Path, metavar="FOLDER", help="run no file that has a mark in this folder")
-    parser.addoption("--backwards", action="store_true", help="take the files from the back")
+    parser.addoption("--beside", type=int, default=0, metavar="N", help="run the tests in so many processes more")
 
 
 def pytest_runtestloop(session: pytest.Session) -> bool | None:
-    """Runs the files that this process gets hold of."""
-    folder = session.config.getoption("--share")
-    if folder is None or session.testsfailed or session.config.option.collectonly:
+    """Runs the files that this process, or one beside it, gets hold of."""
+    config = session.config
+    if not config.option.beside or session.testsfailed or config.option.collectonly:
         return None
     files = [[*items] for _, items in groupby(session.items, lambda item: item.path)]
     files.sort(key=lambda items: _room(items[0]) not in UNDISTURBED)
-    claimed = _claimed(files[::-1] if session.config.getoption("--backwards") else files, folder)
+    folder = Path(tempfile.mkdtemp())
+    beside = config.stash[BESIDE] = dict[int, Path]()
+    for number in range(config.option.beside):
+        report = folder / f"{number}.log"
+        if not (pid := os.fork()):
+            beside.clear()
+            os.nice(NICENESS)
+            warm.install_in_fork()
+            _write_to(report, config)
+            files.reverse()
+            break
+        beside[pid] = report
+    claimed = _claimed(files, folder)
     item = next(claimed, None)
     while item is not None:
         following = next(claimed, None)
@@ -42,6 +60,33 @@ def pytest_runtestloop(session: pytest.Session) -> bool | None:
         if session.shouldstop:
             raise session.Interrupted(session.shouldstop)
     return True
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Waits for the processes beside this one, which fails if one of them did."""
+    for pid in session.config.stash.get(BESIDE, {}):
+        if os.waitpid(pid, 0)[1] and not session.exitstatus:
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    for report in (reports := config.stash.get(BESIDE, {})).values():
+        print("Beside it:", report.read_text(encoding="utf-8", errors="replace"), sep="\n", flush=True)
+    for folder in {report.parent for report in reports.values()}:
+        shutil.rmtree(folder)
+
+
+def _write_to(report: Path, config: pytest.Config) -> None:
+    """Directs the output of this process, also that which pytest will have captured, to a file."""
+    capture = config.pluginmanager.getplugin("capturemanager")
+    assert capture is not None
+    capture.stop_global_capturing()
+    with report.open("wb") as file:
+        for stream in (1, 2):
+            os.dup2(file.fileno(), stream)
+    capture.start_global_capturing()
+    capture.suspend_global_capture()
 
 
 def _room(item: pytest.Item) -> str:

@@ -55,6 +55,13 @@ _server: Server | None = None
 _loaded_with: dict[str, str] = {}
 
 
+def as_file(folder: Path, program: str) -> list[str]:
+    """Returns words that start a program, given as text, so that it can be forked."""
+    path = folder / "program.py"
+    path.write_text(program)
+    return [sys.executable, str(path)]
+
+
 class Start(NamedTuple):
     words: list[str]
     """The interpreter's arguments: -m MODULE ... or FILE ..., perhaps after -P."""
@@ -166,6 +173,13 @@ def install() -> None:
         process = subprocess.Popen([sys.executable, __file__, "-" * ROOM], stdin=theirs, env=environment)
     process.returncode = 0  # it ends when this process has ended: no warning that it runs
     _ask(ours)
+
+
+def install_in_fork() -> None:
+    """Gives a fork of a process that has a server one of its own, so that its children are its own."""
+    global _server  # noqa: PLW0603
+    _server = None
+    install()
 
 
 def _ask(channel: socket.socket) -> None:

@@ -28,9 +28,8 @@ from phalanx.optimizers.catalogue import extra_options as optimizer_options
 from phalanx.optimizers.entry import ExtraOption, OptimizerEntry, StateKind, UpdateCosts
 from phalanx.registry import Registry
 from phalanx.schedule.catalogue import SCHEDULES
-from phalanx.schedule.entry import ScheduleEntry
 from phalanx.schedule.generators import round_robin, v_shape
-from phalanx.schedule.schedule import Action, Schedule
+from phalanx.schedule.schedule import Action, Schedule, ScheduleEntry
 from phalanx.techniques.catalogue import TECHNIQUES
 from phalanx.techniques.technique import Effect, Technique
 

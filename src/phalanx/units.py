@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 MIB = 2**20
@@ -70,10 +70,10 @@ def aligned(rows: Iterable[Sequence[str]], sides: str = "") -> list[str]:
     ]
 
 
-def finite(value: Any) -> Any:
-    """Returns a document with NaN and infinity, which JSON lacks, as None."""
+def finite(value: Any, shown: Callable[[float], Any] = lambda number: None) -> Any:
+    """Returns a document with NaN and infinity, which JSON lacks, as None, or as they are `shown`."""
     if isinstance(value, dict):
-        return {key: finite(item) for key, item in value.items()}
+        return {key: finite(item, shown) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+        return [finite(item, shown) for item in value]
+    return shown(value) if isinstance(value, float) and not math.isfinite(value) else value

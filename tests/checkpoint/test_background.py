@@ -21,6 +21,7 @@ from phalanx.checkpoint.manifest import Box
 from phalanx.checkpoint.parts import Part, Snapshot
 from phalanx.checkpoint.writer import Order, Writer
 from phalanx.errors import NotFiniteError, RunError
+from warm import as_file
 
 W = torch.arange(6.0).reshape(2, 3)
 
@@ -219,7 +220,7 @@ for work in (hangs, killed):
 
 def test_a_process_ends_while_its_thread_hangs_in_a_fifo_or_is_killed_while_it_writes(tmp_path):
     done = subprocess.run(
-        [sys.executable, "-c", ENDS, str(tmp_path)],
+        [*as_file(tmp_path, ENDS), str(tmp_path)],
         capture_output=True,
         text=True,
         timeout=200,

@@ -41,7 +41,7 @@ LAYOUTS = [(Layout(tp=2), "fp64"), (Layout(dp_shard=2, zero=3), "bf16"), (Layout
 @pytest.fixture(scope="module", params=LAYOUTS, ids=lambda param: f"{param[0].line()} {param[1]}")
 def job(request, ranks, tmp_path_factory):
     """The job of a run of six steps, with checkpoints after four and six."""
-    job = small_job(tmp_path_factory.mktemp("convert"), *request.param)
+    job = small_job(tmp_path_factory.mktemp("convert"), *request.param, every=4)
     ranks(train, job.layout.processes, job)
     return job
 
@@ -256,7 +256,7 @@ EXPERTS = MoE(n_experts=4, top_k=2, d_ff=8, n_dense_layers=1)
 
 @pytest.fixture(scope="module")
 def adapted_job(tmp_path_factory):
-    adapted_job = small_job(tmp_path_factory.mktemp("adapters"), Layout(), "fp64")
+    adapted_job = small_job(tmp_path_factory.mktemp("adapters"), every=4)
     return change(adapted_job, "model", lora=ADAPTERS, moe=EXPERTS)
 
 

@@ -32,6 +32,7 @@ from phalanx.checkpoint.writer import Mirror, Upload
 from phalanx.config.fields import replace
 from phalanx.config.job import Job
 from phalanx.errors import CheckpointError, DamagedCheckpointError, JobError, RunError
+from warm import as_file
 
 W = torch.arange(6.0)
 WRITERS = 8
@@ -257,12 +258,12 @@ remote.commit(uploaded(remote, root / "step-000010"))
 """
 
 
-def test_a_process_that_is_killed_between_uploads_leaves_nothing_visible(url, root):
+def test_a_process_that_is_killed_between_uploads_leaves_nothing_visible(url, root, tmp_path):
     local(root, 10)
     remote = RemoteCheckpoints.of(url, "run")
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([*sys.path, "tests"])}
     uploads = 1 if url.startswith("file") else 2  # after the first object, or before the commit record
-    command = [sys.executable, "-c", KILLED, url, str(root), str(uploads)]
+    command = [*as_file(tmp_path, KILLED), url, str(root), str(uploads)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == -9, done.stderr
     assert len(names(remote)) == uploads

@@ -27,6 +27,7 @@ from phalanx.config.job import Optimizer
 from phalanx.errors import CheckpointError, DamagedCheckpointError, RunError
 from phalanx.launch import logs
 from phalanx.launch.ranks import GENERATION
+from warm import as_file
 
 # Saving: whole or absent, by several ranks, through every death of the process.
 
@@ -217,7 +218,7 @@ print(json.dumps(found))
 
 def test_a_kill_at_any_point_of_a_save_leaves_a_latest_that_loads_and_nothing_behind(tmp_path):
     done = subprocess.run(
-        [sys.executable, "-c", KILLED, str(tmp_path)], capture_output=True, text=True, timeout=120, check=False
+        [*as_file(tmp_path, KILLED), str(tmp_path)], capture_output=True, text=True, timeout=120, check=False
     )
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)

@@ -1,4 +1,4 @@
-"""A small job for checkpoints of real runs."""
+"""A small job for real runs, and their checkpoints."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ from phalanx.config.job import Checkpoint, Data, Job, Optimizer, RunOptions, Tra
 from phalanx.config.layout import Layout
 from phalanx.config.model import ModelConfig
 
+ONE_PROCESS = Layout()
 
-def small_job(folder: Path, layout: Layout, precision: str) -> Job:
-    """Six steps of 12 samples, with a checkpoint after the fourth."""
+
+def small_job(folder: Path, layout: Layout = ONE_PROCESS, precision: str = "fp64", every: int = 0) -> Job:
+    """Six steps of 12 samples of a random corpus, with a checkpoint after `every` steps."""
     return Job(
         model=ModelConfig(n_layers=2, d_model=16, n_heads=2, seq_len=16),
         cluster=Cluster(peak_tflops=1.0),
@@ -19,6 +21,6 @@ def small_job(folder: Path, layout: Layout, precision: str) -> Job:
         data=Data(corpus="random", random_tokens=5000, random_vocab=13, dir=str(folder / "data")),
         optimizer=Optimizer(lr=1e-2, warmup_steps=2),
         train=Train(steps=6, global_batch=12, precision=precision, eval_samples=10),
-        checkpoint=Checkpoint(every=4, keep=0),
+        checkpoint=Checkpoint(every=every, keep=0),
         run=RunOptions(name="run", dir=str(folder / "runs"), sample_tokens=0),
     )

@@ -217,7 +217,7 @@ def test_every_check_names_its_file_system_without_touching_it(tmp_path):
 @pytest.fixture
 def here(tmp_path):
     """A machine with a small job in a folder of its own."""
-    return CheckedMachine(job=small_job(tmp_path, Layout(), "fp32"), has_job=True, env={})
+    return CheckedMachine(job=small_job(tmp_path, Layout(), "fp32", 4), has_job=True, env={})
 
 
 def test_the_layout():
@@ -286,7 +286,7 @@ def test_checkpoints(here, tmp_path):
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_the_bytes_of_a_checkpoint_are_those_of_a_real_one(ranks, tmp_path, precision):
-    config = small_job(tmp_path, Layout(), precision)
+    config = small_job(tmp_path, Layout(), precision, 4)
     prepare(config.data)
     ranks(train, 1, config)
     found = CheckedMachine(job=config, has_job=True, env={})

@@ -9,6 +9,7 @@ import tempfile
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from unittest import mock
 
@@ -57,14 +58,7 @@ Reference = Callable[[ModelConfig], tuple]
 @pytest.fixture(scope="module")
 def reference(ranks) -> Reference:
     """One process, by model."""
-    found: dict[ModelConfig, tuple] = {}
-
-    def of(model: ModelConfig) -> tuple:
-        if model not in found:
-            found[model] = ranks(steps, 1, job_of(model, Layout()), VOCAB)[0]
-        return found[model]
-
-    return of
+    return cache(lambda model: ranks(steps, 1, job_of(model, Layout()), VOCAB)[0])
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ from phalanx.cost.rank_memory import step_memory
 from phalanx.cost.traffic import step_traffic
 from phalanx.parallel import fsdp
 from phalanx.parallel import mesh as meshes
-from phalanx.parallel.codec import Codec, CodedShare, CodedSum, quantise
+from phalanx.parallel.compression import Codec, CodedShare, CodedSum, quantise
 from phalanx.parallel.fsdp import ShardedReplica
 from phalanx.parallel.scaled import ScaledProduct
 from phalanx.partition import derived as batch

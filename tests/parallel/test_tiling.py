@@ -3,6 +3,7 @@
 import dataclasses
 import os
 from dataclasses import replace
+from functools import cache
 
 import pytest
 import torch
@@ -331,14 +332,7 @@ EVERY = bool(os.environ.get("PHALANX_TILES"))
 
 @pytest.fixture(scope="module")
 def reference(ranks):
-    found = {}
-
-    def of(kind: str):
-        if kind not in found:
-            found[kind] = ranks(steps, 1, job_of(MODELS[kind], Layout()), ODD_VOCAB)[0]
-        return found[kind]
-
-    return of
+    return cache(lambda kind: ranks(steps, 1, job_of(MODELS[kind], Layout()), ODD_VOCAB)[0])
 
 
 @pytest.mark.parametrize(("kind", "line"), FEW + MORE if EVERY else FEW)

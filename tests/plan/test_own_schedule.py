@@ -14,9 +14,8 @@ from phalanx.cost.prediction import predict
 from phalanx.plan.planner import search
 from phalanx.schedule import catalogue, check
 from phalanx.schedule.catalogue import SCHEDULES
-from phalanx.schedule.entry import ScheduleEntry
 from phalanx.schedule.generators import round_robin, take_turns
-from phalanx.schedule.schedule import Action, Schedule
+from phalanx.schedule.schedule import Action, Schedule, ScheduleEntry
 from phalanx.simulate.step import simulate, step_seconds
 from plan.questions import request
 

@@ -15,8 +15,7 @@ from phalanx.schedule import catalogue, file
 from phalanx.schedule.catalogue import SCHEDULES
 from phalanx.schedule.catalogue import problems as refusals
 from phalanx.schedule.check import blocked, check, in_flight, problems
-from phalanx.schedule.entry import MOST_ACTIONS, Size, too_large
-from phalanx.schedule.schedule import Action, Schedule
+from phalanx.schedule.schedule import MOST_ACTIONS, Action, Schedule, Size, too_large
 
 # The validator: passes every schedule of the catalogue, and names every kind of mistake.
 

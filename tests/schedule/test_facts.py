@@ -12,10 +12,9 @@ from phalanx import facts
 from phalanx.errors import ExtensionError
 from phalanx.schedule import catalogue
 from phalanx.schedule.catalogue import SCHEDULES
-from phalanx.schedule.entry import ScheduleEntry
 from phalanx.schedule.generators import gpipe, one_f_one_b
 from phalanx.schedule.probe import FACTS, ProbedProgram, entry_problems
-from phalanx.schedule.schedule import Schedule
+from phalanx.schedule.schedule import Schedule, ScheduleEntry
 from phalanx.schedule.timing import time
 
 # The facts in a catalogue entry hold for the program of its schedule, and its bounds are close.

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from safetensors.numpy import load_file
 from safetensors.torch import load_file as load_arrays
 
+from checkpoint.trained import small_job
 from exchange.folders import LLAMA, write_folder, write_tensors
 from phalanx.axes.catalogue import unbalanced
 from phalanx.check.job import problems_of
@@ -26,7 +27,7 @@ from phalanx.checkpoint.manifest import job_of
 from phalanx.config import overrides
 from phalanx.config.cluster import Cluster
 from phalanx.config.clusters import cluster_of
-from phalanx.config.job import IGNORE, Checkpoint, Data, DpoOptions, Job, Optimizer, RunOptions, Train
+from phalanx.config.job import IGNORE, Data, DpoOptions, Job, Optimizer, RunOptions, Train
 from phalanx.config.layout import Layout
 from phalanx.config.layout_line import parse
 from phalanx.config.model import MLA, LoRA, ModelConfig, MoE, SparseAttention
@@ -81,22 +82,12 @@ def numbers(path, rows: int = 60) -> None:
 def fine_tuning(folder) -> Job:
     """Sums, several to a sample, with the loss on their results."""
     numbers(folder / "sums.jsonl")
-    return Job(
+    packed = {"document_mask": True, "packing": True, "val_fraction": 0.2, "dir": str(folder / "data")}
+    return replace(
+        small_job(folder),
         model=CHAT,
-        cluster=Cluster(peak_tflops=1.0),
-        data=Data(
-            corpus="chat",
-            path=str(folder / "sums.jsonl"),
-            template="alpaca",
-            document_mask=True,
-            packing=True,
-            val_fraction=0.2,
-            dir=str(folder / "data"),
-        ),
-        optimizer=Optimizer(lr=1e-2, warmup_steps=2),
+        data=Data(corpus="chat", path=str(folder / "sums.jsonl"), template="alpaca", **packed),
         train=Train(steps=4, global_batch=8, precision="fp64", eval_samples=10),
-        checkpoint=Checkpoint(keep=0),
-        run=RunOptions(name="run", dir=str(folder / "runs"), sample_tokens=0),
     )
 
 

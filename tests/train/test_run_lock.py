@@ -34,6 +34,7 @@ from phalanx.train import run_directory as run_lock
 from phalanx.train.device import MEASUREMENT_S, MEASUREMENTS, measured_peak, peak_flops
 from phalanx.train.metrics import Meter, MetricsFile, line
 from phalanx.train.run_directory import LOCK, AppendedFile, Holder, RunDirectory, locked
+from warm import as_file
 
 # The lock of a run directory: never two trainers in one, whatever starts at the same instant, and who holds it.
 
@@ -61,7 +62,7 @@ print(trained)
 
 
 def test_trainers_that_start_at_once_are_never_two_in_one_directory(tmp_path: Path) -> None:
-    argv = [sys.executable, "-c", TRAINER, str(tmp_path / "runs" / "job")]
+    argv = [*as_file(tmp_path, TRAINER), str(tmp_path / "runs" / "job")]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     processes = [subprocess.Popen([*argv, str(seed)], **pipes) for seed in range(4)]
     for process in processes:

@@ -18,7 +18,7 @@ from phalanx.cost.frameworks import FRAMEWORKS, calibrated, fits, sustained
 from phalanx.cost.intervals import time_factors
 from phalanx.errors import JobError
 from phalanx.validation.row import UNEVEN, key_of, read, remark, shapes
-from phalanx.validation.row_layout import DISTRIBUTED, MODERN, SHARDED, sources
+from phalanx.validation.row_layout import sources
 
 ROW = {
     "model_name": "llama3-8b",
@@ -286,9 +286,11 @@ def test_every_program_is_known():
     families = {family for _, family in sources()["frameworks"]}
     families |= {family for releases in sources()["releases"].values() for _, family in releases}
     assert families <= set(FRAMEWORKS)
-    assert set(MODERN) | set(DISTRIBUTED) | set(SHARDED) <= set(FRAMEWORKS)
+    habits = sources()["habits"]
+    assert set(habits) <= set(FRAMEWORKS)
     # Newer versions of a program have its habits.
-    assert {family for family in families if family.startswith(("nemo", "mlperf"))} <= set(MODERN)
+    modern = {family for family, habit in habits.items() if habit.get("whole_experts")}
+    assert {family for family in families if family.startswith(("nemo", "mlperf"))} <= modern
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ from phalanx.config.presets import PRESETS
 from phalanx.errors import RunError
 from phalanx.model import moe
 from phalanx.model.seeding import Noise
-from phalanx.parallel import codec, mesh, scaled
+from phalanx.parallel import compression, mesh, scaled
 from phalanx.parallel.data import Replica
 from phalanx.parallel.mesh import build
 from phalanx.parallel.scaled import ScaledProduct
@@ -208,7 +208,7 @@ def with_fewer_bits_on_the_way(ranks, *args):
         narrow, scale = scaled.rounded(factor, torch.float8_e5m2, scales)
         return narrow.to(torch.float8_e4m3fn), scale
 
-    with mock.patch.object(codec, "rounded", rounded):
+    with mock.patch.object(compression, "rounded", rounded):
         return compare(ranks, *args)
 
 

@@ -8,8 +8,7 @@ from typing import Any
 
 from phalanx.cli.files import DARK, OutputFiles
 from phalanx.cli.verb import JSON, Command, Option, Verb, Words
-from phalanx.comm.algorithms import draw
-from phalanx.comm.algorithms.program import ALGORITHMS, CollectiveProgram, build, full_name
+from phalanx.comm.algorithms.program import ALGORITHMS, CollectiveProgram, build, counts, full_name, svg, table
 from phalanx.echo import echo
 from phalanx.errors import JobError, RunError
 from phalanx.partition.derived import is_file
@@ -213,12 +212,12 @@ def _show_algorithm(words: Words) -> None:
     ranks, elements, size = (words.options[name] for name in TENSOR)
     files = OutputFiles.of(words, "svg")
     program = build(words.subject, ranks, elements, **words.given(SETTINGS))
-    files.write({"svg": lambda: draw.svg(program)})
+    files.write({"svg": lambda: svg(program)})
     tensor = f"{elements:,} elements of {size} bytes ({gib(elements * size)})"
     title = f"{program.name}: {program.ranks} ranks, {tensor}"
-    words.show(algorithm_document(program, size), "\n".join([title, *draw.counts(program, size), ""]), indent=None)
+    words.show(algorithm_document(program, size), "\n".join([title, *counts(program, size), ""]), indent=None)
     if not words.as_json:
-        echo("\n".join(draw.table(program)))
+        echo("\n".join(table(program)))
     files.tell()
 
 

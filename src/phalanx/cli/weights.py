@@ -4,7 +4,6 @@ makes a run of another program's weights, and `phalanx export RUN DIR --to hf` w
 
 from __future__ import annotations
 
-import math
 import os
 import re
 import sys
@@ -28,7 +27,7 @@ from phalanx.data.files import meter, stderr_progress
 from phalanx.echo import echo, terminal_columns
 from phalanx.errors import CheckpointError, JobError, NotFoundError
 from phalanx.nearest import no_run
-from phalanx.units import aligned, gib
+from phalanx.units import aligned, finite, gib
 
 if TYPE_CHECKING:
     from phalanx.exchange.import_run import Imported
@@ -516,13 +515,4 @@ def _diff(words: Words) -> int:
 
 
 def _print(words: Words, document: Any, as_text: str) -> None:
-    words.show(_finite(document), as_text)
-
-
-def _finite(value: Any) -> Any:
-    """Returns a document in which NaN and infinity, for which JSON has no numbers, are texts."""
-    if isinstance(value, dict):
-        return {name: _finite(each) for name, each in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(each) for each in value]
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+    words.show(finite(document, str), as_text)  # NaN and infinity as texts

@@ -28,7 +28,7 @@ import torch.distributed._functional_collectives as functional
 from torch import Tensor, nn
 
 from phalanx.launch.watchdog import heartbeat
-from phalanx.launch.watchdog.heartbeat import DTYPES, OTHER_TYPE, Call, Channel, Heartbeat, Phase
+from phalanx.launch.watchdog.heartbeat import DTYPES, OTHER_TYPE, Call, Channel, Heartbeat, Phase, TimedCall
 
 _HIDDEN = f"{Path(__file__).parent}/"
 _TYPE_NAMES = {getattr(torch, name): name for name in DTYPES if hasattr(torch, name)}
@@ -253,31 +253,6 @@ _LEDGER_NAMES = {
 }
 now: Callable[[], int] = time.monotonic_ns
 """The clock of a recording, which all processes of a machine share."""
-
-
-@dataclass
-class TimedCall:
-    """One collective or message. Times are nanoseconds of the monotonic clock; 0: not yet."""
-
-    axis: str
-    collective: str
-    """As the ledger calls it: a message is a send, on both sides."""
-    channel: str
-    """The same text on every rank that takes part in calls of this order."""
-    sequence: int
-    """The place among the calls of the channel, from 1."""
-    bytes: int
-    main: bool
-    """Whether the thread that trains made it."""
-    sends: bool = False
-    receives: bool = False
-    start: int = 0
-    launched: int = 0
-    """When the host went on after starting it."""
-    waited: int = 0
-    """When the rank began to wait for its result."""
-    done: int = 0
-    """When the rank had its result."""
 
 
 @dataclass

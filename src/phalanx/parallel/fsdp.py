@@ -35,8 +35,7 @@ from phalanx.config.layout import Layout
 from phalanx.launch.watchdog.heartbeat import Call
 from phalanx.model.moe import Experts, GroupedLinear
 from phalanx.parallel import fsdp_private
-from phalanx.parallel.codec import Codec, CodedShare, CodedSum
-from phalanx.parallel.compression import CompressedSum, Summand
+from phalanx.parallel.compression import Codec, CodedShare, CodedSum, CompressedSum, Summand
 from phalanx.parallel.data import GradientSum, LocalModel, Replica, call_when_complete
 from phalanx.parallel.linear import Tile, scaled_product
 from phalanx.parallel.mesh import Mesh

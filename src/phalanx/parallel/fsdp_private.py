@@ -6,7 +6,7 @@ checks for every supported version that they are there and do what is said here.
 - collectives through the mesh's axes: the base classes of custom collectives, which no public module exports, and
   all-gathers that are started without waiting on a device without streams (`_set_unshard_async_op`);
 - the bytes that go up where shards are in host memory (`_to_unsharded`): on one rank there is no collective;
-- codes in place of numbers (parallel/codec.py): which shares a group sends, in which order;
+- codes in place of numbers (parallel/compression.py): which shares a group sends, in which order;
 - a backward pass in halves: FSDP2 reduces gradients when autograd is through with a group, but those of deferred
   weights come later, so this project adds them up and starts the reduction by itself.
 """

@@ -9,7 +9,6 @@ from typing import Any
 from phalanx.errors import JobError
 from phalanx.nearest import nearest
 from phalanx.registry import Registry
-from phalanx.schedule.entry import UNBOUNDED_CHUNKS, ScheduleEntry, Size, too_large
 from phalanx.schedule.generators import (
     dualpipe,
     dualpipe_v,
@@ -26,7 +25,7 @@ from phalanx.schedule.generators import (
     zb_h2,
     zb_v,
 )
-from phalanx.schedule.schedule import Schedule
+from phalanx.schedule.schedule import UNBOUNDED_CHUNKS, Schedule, ScheduleEntry, Size, too_large
 
 
 def _until_first_gradient(p: int, m: int, v: int, r: int) -> int:

@@ -17,8 +17,7 @@ from typing import cast
 from phalanx.bounded import read_bytes
 from phalanx.errors import MOST_PROBLEMS, JobError
 from phalanx.schedule.check import check
-from phalanx.schedule.entry import MOST_ACTIONS
-from phalanx.schedule.schedule import Action, Kind, Schedule
+from phalanx.schedule.schedule import MOST_ACTIONS, Action, Kind, Schedule
 
 MOST_BYTES = 64 * 2**20
 _CELL = re.compile(r"(\d{1,9})([FBIW])(\d{1,9})(?:\.(\d{1,9}))?")

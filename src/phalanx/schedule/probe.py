@@ -12,9 +12,8 @@ from typing import NamedTuple
 from phalanx.errors import ExtensionError
 from phalanx.registry import package_code
 from phalanx.schedule.check import problems as program_problems
-from phalanx.schedule.entry import ScheduleEntry
 from phalanx.schedule.generators import round_robin, v_shape
-from phalanx.schedule.schedule import Schedule
+from phalanx.schedule.schedule import Schedule, ScheduleEntry
 from phalanx.schedule.timing import time
 
 SHARES = ((1 / 3, 1 / 3), (0.25, 0.375), (0.2, 0.2), (0.5, 0.1))

@@ -145,7 +145,7 @@ def shapes() -> dict[str, ModelConfig]:
         if shape.vocab_size  # those without one are small ones for tests
     }
     found["glm5"] = replace(found["glm5"], sparse=SparseAttention())  # before the last phases of its training
-    found |= {name: PRESETS[preset] for name, preset in _SHORT.items()}
+    found |= {name: PRESETS[preset] for name, preset in row_layout.sources()["presets"].items()}
     kinds = {"gpt": gpt, "llama": llama, "nemotron": _squared, "hybrid": _hybrid}
     parts: dict[str, Callable[..., Any]] = {"moe": _moe, "mla": _mla}
     written = yaml_data(__file__, "shapes.yaml")
@@ -156,51 +156,11 @@ def shapes() -> dict[str, ModelConfig]:
     return found | {f"maxtext{scale}b": _maxtext(scale) for scale in (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)}
 
 
-_SHORT = {
-    "qwen330b": "qwen3-30b-a3b",
-    "qwen3235b": "qwen3-235b-a22b",
-    "qwen3next": "qwen3-next-80b-a3b",
-    "nemotron3nano": "nemotron3-nano-30b-a3b",
-    "nemotron3super": "nemotron3-super-120b-a12b",
-    "nemotron3ultra": "nemotron3-ultra-550b-a55b",
-    "llama4scout": "llama4-scout-17b-16e",
-    "llama4maverick": "llama4-maverick-17b-128e",
-    "minimaxm2": "minimax-m2",
-    "olmoe": "olmoe-1b-7b",
-}
-"""Presets by shorter names."""
-_ALIASES = {
-    "qwen3vl": "qwen3",
-    "qwen380b": "qwen3next",
-    "deepseekr1": "deepseekv3",
-    "deepseekv3p1": "deepseekv3",
-    "glm4p6": "glm4p5",
-    "glm4p7": "glm4p5",
-    "nemotron5h": "nemotronh",
-    "llama4400b": "llama4maverick",
-    "llama4109b": "llama4scout",
-    "llama405b": "llama3405b",
-    "llama70b": "llama270b",
-    "mtnlg530b": "mtnlg",
-}
-"""Other spellings of names."""
-
-_NAMES_WITHOUT_SIZE = {"gpt2": "gpt2", "gpt3": "gpt3175b", "opt": "opt175b", "palm": "palm540b", "bloom": "bloom176b"}
-"""Names without a size, which must match as a whole: a GPT of 2.5 B is no gpt2."""
-
-REMARKS = {
-    "nemotron4": "squared ReLU as GELU",
-    "glm5": "sparse attention as dense",
-    "bloom": "ALiBi as learned positions",
-}
-"""Approximations of shapes, by the beginning of their keys."""
-
-
 def plain(name: str) -> str:
     """Normalises a model's name to the spelling of `shapes`: lower-case letters and digits, p for a point."""
     text = re.sub(r"[^a-z0-9]", "", re.sub(r"(?<=[0-9])\.(?=[0-9])", "p", name.lower()))
     text = re.sub(r"llama(?:3p[13]|31(?=8b|70b|405b))", "llama3", text)
-    for other, own in _ALIASES.items():
+    for other, own in row_layout.sources()["spellings"].items():
         text = text.replace(other, own)
     return text
 
@@ -209,9 +169,10 @@ def key_of(name: str) -> str | None:
     """Returns the longest key of `shapes` that a name contains: `llama3-70b-l12` is a llama3-70b. Another version is
     another model: `glm-5.3` is no glm-5."""
     text = plain(name)
-    if text in _NAMES_WITHOUT_SIZE:
-        return _NAMES_WITHOUT_SIZE[text]
-    listed = [key for key in shapes() if key in text and key not in _NAMES_WITHOUT_SIZE]
+    whole = row_layout.sources()["whole names"]
+    if text in whole:
+        return whole[text]
+    listed = [key for key in shapes() if key in text and key not in whole]
     found = [key for key in listed if re.search(rf"{key}(?!p[0-9])", text)]
     return max(found, key=len) if found else None
 
@@ -220,13 +181,10 @@ def remark(key: str) -> str:
     """Returns the approximation that a shape stands for; empty if it is the model itself."""
     if key in shapes() and untrained(shapes()[key]):
         return ""
-    return next((text for start, text in REMARKS.items() if key.startswith(start)), "")
+    return next((text for start, text in row_layout.sources()["remarks"].items() if key.startswith(start)), "")
 
 
 _COLUMNS = ("n_layers", "hidden", "ffn_hidden", "n_heads", "n_kv_heads", "vocab", "seq_len", "moe_experts", "moe_topk")
-
-_DROPOUT = ("megatron-2021", "megatron-2022", "megatron-deepspeed", "zero-bubble", "vtrain", "deepspeed-zero3")
-"""Frameworks whose GPTs trained with dropout 0.1, Megatron-LM's default until 2022."""
 
 
 def model_of(cells: Cells, framework: str, pp: int) -> ModelConfig | None:
@@ -258,17 +216,11 @@ def model_of(cells: Cells, framework: str, pp: int) -> ModelConfig | None:
         dense = max(1, round(dense * shape.n_layers / base.n_layers))
         cells.assume(f"{shape.n_layers} of {base.n_layers} layers: {dense} of {base.moe.n_dense_layers} dense ones")
         shape = replace(shape, moe=replace(shape.moe, n_dense_layers=dense))
-    if (
-        key == "deepseekv3"
-        and shape.n_layers == base.n_layers
-        and cells.said("nemo|megatron-bridge|dgxc|modelzoo")
-        and not cells.said("w/o mtp")
-    ):
-        cells.assume("one module that predicts a further token")
-        shape = replace(shape, n_layers=shape.n_layers + 1, mtp=1)
-    if key in ("nemotron3super", "nemotron3ultra") and "megatron-bridge" in cells.program:
-        cells.assume("two modules that predict further tokens")
-        shape = _with_modules(shape, 2)
+    for model, pattern, otherwise, modules, note in row_layout.sources()["further tokens"]:
+        whole = shape.n_layers == base.n_layers or shape.mamba.n_heads
+        if key == model and whole and cells.said(pattern) and not (otherwise and cells.said(otherwise)):
+            cells.assume(note)
+            shape = _with_modules(shape, modules)
     if shape.moe.n_experts and "tokendrop" in name.lower():
         shape = replace(shape, moe=replace(shape.moe, capacity=1.0))  # moe_expert_capacity_factor of release 25.09
     if shape.moe.n_experts and (slots := re.search(r"\bcf([0-9]\.[0-9]+)\b", name.lower())):
@@ -280,14 +232,15 @@ def model_of(cells: Cells, framework: str, pp: int) -> ModelConfig | None:
         cells.assume(f"vocab blank: {shape.vocab_size}")
     if not columns["seq_len"]:
         cells.assume(f"seq_len blank: {shape.seq_len}")
-    if shape.activation.startswith("gelu") and shape.positions == "learned" and framework in _DROPOUT:
-        shape = replace(shape, dropout=0.1)
+    if shape.activation.startswith("gelu") and shape.positions == "learned":
+        shape = replace(shape, dropout=row_layout.habits(framework).get("dropout", shape.dropout))
     return replace(shape, preset="")
 
 
 def _with_modules(shape: ModelConfig, modules: int) -> ModelConfig:
-    """Returns a hybrid with modules of attention and experts that predict one more token each: Megatron-Bridge's
-    recipes of Nemotron 3 Super and Ultra set mtp_num_layers 2 and the pattern *E."""
+    """Returns a model with modules that predict one more token each; a hybrid's are of attention and experts."""
+    if not shape.mamba.n_heads:
+        return replace(shape, n_layers=shape.n_layers + modules, mtp=modules)
     kinds = block_kinds(shape)
     attention = ",".join([*(kind.attention for kind in kinds), *["heads"] * modules])
     feed_forward = ",".join([*(kind.feed_forward for kind in kinds), *["experts"] * modules])
@@ -405,11 +358,6 @@ MemoryKind = Literal["allocated", "reserved", "device"]
 SIZE_TOLERANCE = 0.1
 """Difference between a row's number of parameters and its shape's that rounding and vocabularies explain."""
 
-ADAPTERS = {"nemo": LoRA(rank=16, targets="wq,wk,wv"), "": LoRA(rank=16)}
-"""Adapters by the beginning of a program's name, if a row says no more than that only they train: those of NVIDIA's
-performance recipes (llama3_llm_finetune.py), else beside all matrices."""
-
-
 UNEVEN = 1.14
 """Time of a block with experts if a row says that its routing was real, over that of balanced routing: the middle of
 what the MoE ModelZoo states, 8 to 20 %."""
@@ -420,19 +368,11 @@ class Reading:
     """The contents of a row."""
 
     spec: StepSpec
-    measured_s: float | None
-    """Seconds of a step, measured or derived from measured tokens, TFLOP/s or MFU."""
-    measured_from: str
-    """The column that it is from; empty if nothing was measured."""
-    measured_memory: float | None
-    """Bytes of the fullest device."""
     memory_means: MemoryKind
-    """Meaning of these bytes: allocated by tensors (torch's max_memory_allocated), reserved by the allocator
+    """Meaning of its bytes: allocated by tensors (torch's max_memory_allocated), reserved by the allocator
     (max_memory_reserved), or taken on the device (nvidia-smi)."""
     memory_unit: float
     """Bytes in the source's GB."""
-    oom: bool
-    """Whether it ran out of memory."""
     framework: str
     """Family of the framework."""
     source: str
@@ -440,7 +380,15 @@ class Reading:
     convention: Convention
     parameters: float
     """Number of parameters as printed; 0 if it is not."""
-    assumptions: tuple[str, ...]
+    measured_s: float | None = None
+    """Seconds of a step, measured or derived from measured tokens, TFLOP/s or MFU."""
+    measured_from: str = ""
+    """The column that it is from; empty if nothing was measured."""
+    measured_memory: float | None = None
+    """Bytes of the fullest device."""
+    oom: bool = False
+    """Whether it ran out of memory."""
+    assumptions: tuple[str, ...] = ()
     """Values that were filled in, and approximations."""
     ignored: tuple[str, ...] = ()
     """Parts of the notes in which nothing was understood."""
@@ -482,6 +430,7 @@ def read(row: Mapping[str, str]) -> Reading:
     cells = Cells(row)
     cells.check()
     framework = row_layout.framework_of(cells)
+    habits = row_layout.habits(framework)
     cluster = row_layout.cluster_of_row(cells)
     model = model_of(cells, framework, row_layout.degree(cells, "pp") or 1)
     if cells.problems or not model or not cluster:
@@ -496,15 +445,14 @@ def read(row: Mapping[str, str]) -> Reading:
     layout, batch = found
     width = 4 if products == "fp32" else 2
     if cells.said("(?<![a-z])lora(?![a-z])"):
-        adapters = next(adapters for start, adapters in ADAPTERS.items() if framework.startswith(start))
+        adapters = LoRA(rank=16, targets=habits.get("adapters", LoRA.targets))
         cells.assume(f"LoRA: rank {adapters.rank}, {adapters.targets}; memory is not predicted")
         model = replace(model, lora=adapters)
     program = calibrated(framework, cluster.accelerator)
     key = key_of(cells.text("model_name")) or ""
     if recipe := row_layout.recipe_of(cells, framework, model, key, cluster.accelerator.name):
         program, layout = as_recipe(program, recipe), row_layout.as_set_up(layout, recipe, model)
-    if framework.startswith("nemo") and products == "fp4":
-        program = replace(program, tp_hidden=0.0)  # Megatron-Bridge's recipes: tp_comm_overlap is off with nvfp4
+    program = replace(program, **habits.get(products, {}))
     if model.moe.n_experts and cells.said("real routing"):
         cells.assume(f"uneven routing: blocks with experts take {UNEVEN} × as long")
         program = replace(program, moe_slowdown=UNEVEN * program.moe_slowdown)
@@ -513,29 +461,13 @@ def read(row: Mapping[str, str]) -> Reading:
     optimizer = OPTIMIZER_STATES.get(state, Optimizer())
     cluster, program = as_used_by(layout.world, cluster, program)
     spec = StepSpec(model, cluster, layout, batch, products, width, program, optimizer=optimizer)
-    reading = _measured(cells, _unmeasured(cells, spec, framework))
+    sizes, parameters = _memory(cells), (given or 0) * 1e9
+    told = Reading(spec, *sizes, framework, source_of(cells), convention_of(cells), parameters)
+    reading = _measured(cells, told)
     if cells.problems:
         raise JobError(cells.problems)
     spec = replace(reading.spec, given=not any(map(_FILLED_IN.match, cells.assumed)))
     return replace(reading, spec=spec, assumptions=tuple(cells.assumed), ignored=cells.ignored)
-
-
-def _unmeasured(cells: Cells, spec: StepSpec, framework: str) -> Reading:
-    means, unit = _memory(cells)
-    return Reading(
-        spec=spec,
-        measured_s=None,
-        measured_from="",
-        measured_memory=None,
-        memory_means=means,
-        memory_unit=unit,
-        oom=False,
-        framework=framework,
-        source=source_of(cells),
-        convention=convention_of(cells),
-        parameters=(cells.number("n_params_b") or 0) * 1e9,
-        assumptions=(),
-    )
 
 
 def _measured(cells: Cells, reading: Reading) -> Reading:
@@ -544,19 +476,19 @@ def _measured(cells: Cells, reading: Reading) -> Reading:
     for name in ("step_time_s", "tokens_per_s_per_gpu", "tflops_per_gpu", "mfu_pct"):
         if (value := cells.number(name)) is not None:
             seconds[name] = _seconds(reading, name, value)
-    if seconds:
-        first = next(iter(seconds))
-        reading = replace(reading, measured_s=seconds[first], measured_from=first)
-        for name, other in seconds.items():
-            if not 1 / 1.5 < other / seconds[first] < 1.5:
-                cells.assume(f"{first} and {name} do not agree: by a factor of {other / seconds[first]:.2g}")
+    first = next(iter(seconds), "")
+    for name, other in seconds.items():
+        if not 1 / 1.5 < other / seconds[first] < 1.5:
+            cells.assume(f"{first} and {name} do not agree: by a factor of {other / seconds[first]:.2g}")
     gigabytes = cells.number("peak_mem_gb")
     oom = cells.said(r"\boom") or re.search(r"\boom", cells.text("peak_mem_gb").lower())
     near = cells.said(r"(close to|near|almost|before) oom")
     return replace(
         reading,
+        measured_s=seconds.get(first),
+        measured_from=first,
         measured_memory=None if gigabytes is None else gigabytes * reading.memory_unit,
-        oom=bool(oom) and not near and reading.measured_s is None,
+        oom=bool(oom) and not near and not seconds,
     )
 
 
@@ -575,20 +507,9 @@ def source_of(cells: Cells) -> str:
     return named or re.split(r"[ @,;]", cells.text("source"))[0] or "unnamed"
 
 
-_MEMORY: tuple[tuple[str, MemoryKind, float], ...] = (
-    ("nvidia-smi|bigscience", "device", 2**30),
-    ("max allocated|max_memory_allocated", "allocated", 2**30),
-    ("reserved|torchtitan", "reserved", 2**30),
-    # State and activations by formula are within 3 % of its table 4 when its GB are 10^9 bytes.
-    (r"zero bubble|2401\.10241", "allocated", 1e9),
-)
-"""The meaning of a source's memory by its description, and the bytes in its GB: GiB for nvidia-smi and torch's
-summaries."""
-
-
 def _memory(cells: Cells) -> tuple[MemoryKind, float]:
     """Returns the meaning of a source's memory, and the bytes in its GB."""
-    for pattern, means, unit in _MEMORY:
+    for pattern, means, unit in row_layout.sources()["memory"]:
         if cells.said(pattern):
             return means, unit
     return "reserved", 2**30

@@ -166,6 +166,11 @@ def sources() -> dict[str, Any]:
     return yaml_data(__file__, "sources.yaml")
 
 
+def habits(framework: str) -> dict[str, Any]:
+    """Returns what a program does where a row says nothing."""
+    return sources()["habits"].get(framework, {})
+
+
 @cache
 def recipes() -> dict[str, Any]:
     """Returns the tables of recipes.yaml."""
@@ -233,18 +238,6 @@ def as_set_up(layout: Layout, recipe: Mapping[str, Any], model: ModelConfig) -> 
     return layout
 
 
-SHARDED = (
-    *("fsdp1", "torchtitan", "torchtitan-compile", "torchtitan-async", "torchtitan-2025", "kempnerforge"),
-    *("automodel", "maxtext", "deepspeed-zero3"),
-)
-"""Frameworks that shard parameters by default."""
-MODERN = (
-    *("nemo", "nemo-2025", "nemo-early-2026", "mlperf", "mlperf-2023", "megatron-core", "llama3"),
-    *("megascale", "megatron"),
-)
-"""Megatron's relatives since 2022, whose tensor parallelism includes sequence parallelism by default."""
-DISTRIBUTED = (*MODERN, "megatron-deepspeed", "internlm")
-"""Frameworks that shard the optimizer state by default."""
 _NETWORK = re.compile(r"(?:([0-9]{1,2}) ?[x×] ?)?([0-9]{2,4}) ?Gb(?:/s|ps|it)? (?:per node|RoCE|InfiniBand|Ethernet)")
 """What joins a node to others: 4 x 100 Gb per node. A capital B is memory."""
 USABLE_MEMORY = 0.99
@@ -339,8 +332,9 @@ def products_of(cells: Cells, cluster: Cluster, framework: str) -> Products:
     """Returns the number format of the blocks' matrix products; the narrower one of two."""
     text = cells.text("precision").lower()
     device = cluster.accelerator
-    if "mlperf" in cells.description and device.fp4_tflops and "_fp4.sh" in cells.description:
-        return "fp4"  # the name of the configuration that ran says more than the round
+    for pattern, products in sources()["configurations"]:
+        if re.search(pattern, cells.description) and getattr(device, f"{products}_tflops"):
+            return products  # the name of the configuration that ran says more than the column
     for pattern, products in (("fp4", "fp4"), ("fp8|int8|e4m3", "fp8"), ("bf16|bfloat", "bf16"), ("fp16|half", "fp16")):
         if re.search(pattern, text):
             if products in ("fp4", "fp8") and not getattr(device, f"{products}_tflops"):
@@ -356,25 +350,15 @@ def products_of(cells: Cells, cluster: Cluster, framework: str) -> Products:
         cells.problem(f"precision: {cells.text('precision')!r} is unknown; known: fp32, fp16, bf16, fp8, fp4")
     if not device.bf16_tflops:
         return "fp16"
-    if (
-        device.fp4_tflops
-        and cells.whole("n_gpus") <= 8
-        and cells.said("mlperf.*v5\\.1.*8b.*(fp4|2 candidate|not matched)")
-    ):
-        # There are two recipes for one node: submitters that do not use the 8-bit one use the 4-bit one.
-        cells.assume("precision blank: fp4, the faster of the round's two recipes")
-        return "fp4"
-    if cells.said("mlperf") and device.fp8_tflops and not device.name.startswith("tpu"):
-        cells.assume("precision blank: fp8, as MLPerf submissions train")
-        return "fp8"
-    if framework in ("megatron-2021", "megatron-2022", "zero-bubble", "vtrain"):
-        return "fp16"
+    for pattern, products, most, other, because in sources()["narrow products"]:
+        able = getattr(device, f"{products}_tflops") and cells.whole("n_gpus") <= most
+        if able and not device.name.startswith(other) and cells.said(pattern):
+            cells.assume(f"precision blank: {products}, {because}")
+            return products
+    if habits(framework).get("precision"):
+        return habits(framework)["precision"]
     cells.assume("precision blank: bf16")
     return "bf16"
-
-
-MLPERF_CHUNKS = {96: 6, 126: 8}
-"""Stages per rank of MLPerf's large models, GPT-3 and Llama 3.1 405B, by their number of layers."""
 
 
 def scheduled(cells: Cells, model: ModelConfig, framework: str, layout: Layout) -> Layout:
@@ -388,10 +372,11 @@ def scheduled(cells: Cells, model: ModelConfig, framework: str, layout: Layout) 
     entry = catalogue.SCHEDULES[name]
     least, most = entry.chunks
     if entry.interleaves and chunks < least:
-        chunks = min(4 if cells.said(r"2407\.21783") else 2, model.n_layers // layout.pp)
+        stated = next((number for pattern, number in sources()["interleaved"] if cells.said(pattern)), 2)
+        chunks = min(stated, model.n_layers // layout.pp)
         cells.assume(f"vpp blank: {chunks}")
     chunks = min(max(chunks, least), most)
-    totals = _totals(model.n_layers, layout.pp, framework)
+    totals = _totals(model.n_layers, layout.pp, rest_last=habits(framework).get("rest_last", False))
     if entry.interleaves:
         if chunks > min(totals):
             cells.assume(f"vpp {chunks} with stages without layers: {min(totals)}")
@@ -400,7 +385,10 @@ def scheduled(cells: Cells, model: ModelConfig, framework: str, layout: Layout) 
     if entry.placement != "round robin":
         return replace(layout, schedule=name, pp_chunks=chunks if most > 1 else 0)
     sizes = _cut(totals, chunks)
-    if "deepseek" in cells.text("model_name").lower() and "megatron-bridge" in cells.program:
+    named = cells.text("model_name").lower()
+    if any(
+        model in named and re.search(pattern, cells.program) for model, pattern in sources()["rest before the loss"]
+    ):
         sizes = _last_rest(model, layout.pp * max(1, chunks)) or sizes
     cut = "+".join(map(str, sizes))
     return replace(layout, schedule=name, pp_chunks=chunks if chunks > 1 else 0, pp_cut=cut)
@@ -429,9 +417,10 @@ def _chunks(cells: Cells, model: ModelConfig, layout: Layout) -> int:
     if not text and cells.said("(vpp|layouts?) not given") and (fits := _fitting(model, layout)):
         cells.assume(f"vpp blank: {fits}, for a bubble of at most 5 %")
         return fits
-    if not text and cells.said("mlperf") and (chunks := MLPERF_CHUNKS.get(model.n_layers, 0)):
-        cells.assume(f"vpp blank: {chunks}")
-        return chunks
+    for pattern, layers, chunks in sources()["chunks"]:
+        if not text and layers == model.n_layers and cells.said(pattern):
+            cells.assume(f"vpp blank: {chunks}")
+            return chunks
     return cells.whole("vpp", 1)
 
 
@@ -442,7 +431,7 @@ def _fitting(model: ModelConfig, layout: Layout) -> int:
     return next((n for n in legal if (layout.pp - 1) <= 0.05 * layout.accumulation * n), max(legal, default=0))
 
 
-def _totals(layers: int, pp: int, framework: str) -> list[int]:
+def _totals(layers: int, pp: int, *, rest_last: bool) -> list[int]:
     """Returns the layers of each rank: equal parts; one less on the first and the last rank if the embedding and the
     head count as a layer each; else DeepSpeed's, whose last rank gets the rest."""
     if layers % pp == 0:
@@ -452,7 +441,7 @@ def _totals(layers: int, pp: int, framework: str) -> list[int]:
         return [each - 1, *[each] * (pp - 2), each - 1]
     each = -(-layers // pp)
     left = layers - each * (pp - 1)
-    if framework == "megatron-deepspeed" and left > 0:
+    if rest_last and left > 0:
         return [*[each] * (pp - 1), left]
     return [(layers + pp - 1 - rank) // pp for rank in range(pp)]
 
@@ -478,20 +467,6 @@ def _cut(totals: list[int], chunks: int) -> list[int]:
 
 STATE_SHARE = 0.6
 """Share of a device's memory for state in a layout that is filled in."""
-
-_MAXTEXT = {
-    ("tpu-v5e", "16b"): (6, 1, "full"),
-    ("tpu-v5e", "32b"): (4, 1, "full"),
-    ("tpu-v5e", "64b"): (2, 1, "full"),
-    ("tpu-v5e", "128b"): (1, 16, "full"),
-    ("tpu-v5p", "32b"): (7, 4, "products"),
-    ("tpu-v5p", "64b"): (3, 4, "products"),
-    ("tpu-v5p", "128b"): (1, 8, "products"),
-    ("tpu-v5p", "256b"): (1, 8, "products"),
-    ("tpu-v6e", "405b"): (1, 4, "full"),
-}
-"""MaxText's scripts by device and size (maxtext, MaxText/configs/v5e and v5p): sequences per device, tensor-parallel
-ranks, recomputation."""
 
 
 def degree(cells: Cells, name: str) -> int:
@@ -554,13 +529,17 @@ def _guessed(cells: Cells, model: ModelConfig, cluster: Cluster, framework: str,
     """Returns tp, pp and cp of a row without a layout: as few ranks as hold the state, tensor ranks inside a node first
     (Narayanan et al. 2021, section 5.4), and enough cp that every data rank has a sequence."""
     sequences = cells.whole("global_batch_seqs") or devices
-    per_device, tp, _ = _maxtext(cells, cluster)
+    per_device, tp, _ = _script(cells, cluster)
     if per_device:
         return tp, 1, 1
-    if framework.startswith("mlperf") and (recipe := _mlperf(model, cluster, devices, sequences)):
-        return recipe
+    for family, layers, width, above_gib, *degrees in sources()["layouts"]:
+        alike = framework.startswith(family) and (layers, width) == (model.n_layers, model.d_model)
+        if alike and cluster.accelerator.memory_gib > above_gib:
+            if devices % prod(degrees) == 0 and sequences % (devices // prod(degrees)) == 0:
+                return tuple(degrees)
+            break
     tp = pp = cp = 1
-    if framework not in SHARDED:
+    if habits(framework).get("zero") != 3:
         within = min(8, cluster.devices_per_node, devices)
         while tp < within and _state_load(model, cluster, framework, devices, tp) > 1 and model.n_heads % (2 * tp) == 0:
             tp *= 2
@@ -577,26 +556,25 @@ def _guessed(cells: Cells, model: ModelConfig, cluster: Cluster, framework: str,
     return tp, pp, cp
 
 
-def _mlperf(model: ModelConfig, cluster: Cluster, devices: int, sequences: int) -> tuple[int, int, int] | None:
-    """Returns tp, pp and cp of NVIDIA's submissions of the two large models, which others adopted: eight stages, four
-    tensor ranks; for Llama 3.1 405B on 80 GB eight, and cp 2."""
-    shapes = {(96, 12288): (4, 8, 1), (126, 16384): (4 if cluster.accelerator.memory_gib > 100 else 8, 8, 2)}
-    recipe = shapes.get((model.n_layers, model.d_model))
-    if not recipe or devices % prod(recipe) or sequences % (devices // prod(recipe)):
-        return None
-    return recipe
-
-
 def _state_load(model: ModelConfig, cluster: Cluster, framework: str, devices: int, ranks: int) -> float:
     """Returns the bytes of the state over the memory available for it, with the model cut over `ranks` ranks."""
     dp = max(1, devices // ranks)
-    each = 6 + 12 / dp if framework in DISTRIBUTED else 18
+    each = 6 + 12 / dp if habits(framework).get("zero") == 1 else 18
     return count(model) * each / ranks / (cluster.accelerator.memory_gib * 2**30 * STATE_SHARE)
 
 
-def _maxtext(cells: Cells, cluster: Cluster) -> tuple[int, int, str]:
+def _script(cells: Cells, cluster: Cluster) -> tuple[int, int, str]:
+    """Returns sequences per device, tensor-parallel ranks and recomputation of the script of a row's model on its
+    device; 0 sequences if none is known."""
     found = re.search(r"(?:maxtext|llama3\.1)-([0-9]+b)\b", cells.text("model_name").lower())
-    return _MAXTEXT.get((cluster.accelerator.name, found[1] if found else ""), (0, 1, ""))
+    return next(
+        (
+            (each, tp, mode)
+            for device, size, each, tp, mode in sources()["scripts"]
+            if found and (device, size) == (cluster.accelerator.name, found[1])
+        ),
+        (0, 1, ""),
+    )
 
 
 def _sharding(cells: Cells, model: ModelConfig, cluster: Cluster, framework: str, layout: Layout) -> Layout:
@@ -605,13 +583,12 @@ def _sharding(cells: Cells, model: ModelConfig, cluster: Cluster, framework: str
     stage = re.search("[0-3]", text)
     if not stage and text:
         cells.problem(f"zero_stage: expected 0, 1, 2 or 3, found {text!r}")
-    default = 3 if framework in SHARDED else 1 if framework in DISTRIBUTED else 0
-    zero = int(stage[0]) if stage else default
+    zero = int(stage[0]) if stage else habits(framework).get("zero", 0)
     if model.moe.n_experts and layout.ep > 1:
         zero = max(zero, 1)  # experts are distributed over ranks that shard
     stated = layout.ep
-    whole = re.search("megatron-bridge|modelzoo", cells.program) or layout.ep > layout.shard_ranks
-    if whole and framework in MODERN and layout.ep % layout.tp == 0:
+    whole = re.search(sources()["whole experts"], cells.program) or layout.ep > layout.shard_ranks
+    if whole and habits(framework).get("whole_experts") and layout.ep % layout.tp == 0:
         # expert_tensor_parallel_size 1: tensor ranks are expert ranks, too, and cut nothing besides.
         layout = replace(layout, ep=layout.ep // layout.tp)
     if not model.moe.n_experts:
@@ -663,23 +640,12 @@ def _recompute(cells: Cells, cluster: Cluster, framework: str) -> Recompute:
         known = ("none", "selective", "full")
         cells.problem(f"recompute: {text!r} is unknown; known: {', '.join(known)}{did_you_mean(text, known)}")
         return "none"
-    _, _, script = _maxtext(cells, cluster)
-    if framework == "maxtext":
-        mode: Recompute = "products" if script == "products" else "full"  # the default of its base.yml
-        cells.assume(f"recompute blank: {mode}")
-        return mode
-    if framework == "mlperf-2023":
-        cells.assume("recompute blank: selective, as round 3.0's configuration")
-        return "selective"
-    if framework.startswith(("nemo", "mlperf", "zero-bubble", "fsdp1")):
-        return "none"
-    if framework in ("megatron-2021", "vtrain", "megatron-deepspeed"):
-        cells.assume("recompute blank: full")
-        return "full"
-    if framework.startswith("torchtitan"):
-        cells.assume("recompute blank: selective")
-        return "selective"
-    return "none"
+    mode, because = habits(framework).get("recompute", ("none", ""))
+    if mode == "script":
+        mode = "products" if _script(cells, cluster)[2] == "products" else "full"
+    if mode != "none":
+        cells.assume(f"recompute blank: {mode}{because}")
+    return mode
 
 
 def _tensor(cells: Cells, model: ModelConfig, framework: str, layout: Layout) -> Layout:
@@ -691,19 +657,18 @@ def _tensor(cells: Cells, model: ModelConfig, framework: str, layout: Layout) ->
         near = min(legal, key=lambda t: abs(t - layout.tp))
         cells.problem(f"tp: n_heads {model.n_heads} / tp {layout.tp} is not an integer; nearest: {near}")
     stated = cells.yes("sequence_parallel")
-    by_default = framework in MODERN or framework.startswith(("torchtitan", "kempnerforge", "maxtext"))
-    if stated is None and by_default:
+    habit = habits(framework)
+    if stated is None and habit.get("sp"):
         cells.assume("sequence_parallel blank: yes")
-    sp = by_default if stated is None else stated
-    # FSDP2's sequence parallelism keeps what it gathered; Megatron's gathers it again (Korthikanti et al. 2022).
-    return replace(layout, sp=sp, sp_regather=sp and not framework.startswith(("torchtitan", "kempnerforge")))
+    sp = habit.get("sp", False) if stated is None else stated
+    return replace(layout, sp=sp, sp_regather=sp and habit.get("sp_regather", True))
 
 
 def _batch(cells: Cells, cluster: Cluster, layout: Layout) -> Batch | None:
     """Returns the batch with the micro-batch that matches it."""
     dp = layout.data_ranks
     micro, sequences = cells.whole("micro_batch"), cells.whole("global_batch_seqs")
-    per_device, _, _ = _maxtext(cells, cluster)
+    per_device, _, _ = _script(cells, cluster)
     if not sequences:
         each = per_device * layout.tp or micro or 1
         sequences = each * dp

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from functools import cache
 from unittest import mock
 
 import pytest
@@ -73,14 +74,7 @@ def case_id(value) -> str:
 @pytest.fixture(scope="module")
 def alone(ranks):
     """One process, by optimizer and model."""
-    known = {}
-
-    def result(optimizer: Optimizer, model: ModelConfig):
-        if (optimizer, model) not in known:
-            known[optimizer, model] = ranks(steps, 1, job_of(optimizer, model, Layout()), VOCAB)[0]
-        return known[optimizer, model]
-
-    return result
+    return cache(lambda optimizer, model: ranks(steps, 1, job_of(optimizer, model, Layout()), VOCAB)[0])
 
 
 def job_of(optimizer: Optimizer, model: ModelConfig, layout: Layout) -> Job:
@@ -251,14 +245,7 @@ MUON_LAYOUTS = [
 @pytest.fixture(scope="module")
 def muon_alone(ranks):
     """One process, by model."""
-    known = {}
-
-    def result(model: ModelConfig):
-        if model not in known:
-            known[model] = ranks(steps, 1, muon_job(model, Layout()), VOCAB)[0]
-        return known[model]
-
-    return result
+    return cache(lambda model: ranks(steps, 1, muon_job(model, Layout()), VOCAB)[0])
 
 
 def muon_job(model: ModelConfig, layout: Layout) -> Job:

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from phalanx.config.job import Job, ProfileOptions
 from phalanx.config.layout import Layout
 from phalanx.errors import DataError
+from phalanx.launch.watchdog.heartbeat import TimedCall
 from phalanx.train.profile import report, trace_file, tracing
 from phalanx.train.profile.report import (
-    Communication,
     ProfiledRank,
     Shares,
     by_kernels,
@@ -206,7 +206,7 @@ def test_intervals_are_sets_of_moments(first, second, low, high):
 
 def call(start, waited=0, end=0, *, sequence=1, axis="tp", channel="g", **facts):
     launched = min(start + 1, end or start + 1)
-    return Communication(axis, "all_reduce", channel, sequence, start, max(end, launched), waited, launched, 8, **facts)
+    return TimedCall(axis, "all_reduce", channel, sequence, start, max(end, launched), waited, launched, 8, **facts)
 
 
 CALLS = st.lists(
@@ -276,7 +276,7 @@ def test_communication_in_flight_beside_a_pass_is_overlapped():
 
 
 def test_kernels_hide_communication():
-    kernel = Communication("tp", "all_reduce", "g", 1, 50, 90, 50, 50)
+    kernel = TimedCall("tp", "all_reduce", "g", 1, 50, 90, 50, 50)
     (shares,) = shares_of(ProfiledRank(0, [(0, 100)], {"backward": [(0, 80)]}, [kernel], "cuda"), {})
     assert (shares.backward, shares.exposed) == (80e-9, {"tp": {"all_reduce": 10e-9}})
     assert abs(shares.overlapped["tp"]["all_reduce"] - 30e-9) < 1e-15
@@ -333,7 +333,7 @@ def test_traces_are_merged_on_one_clock_and_bounded(tmp_path, monkeypatch):
 
 
 def test_a_kernel_belongs_to_the_pass_that_launched_it():
-    calls = [Communication("tp", "all_reduce", "g", 1, 20_000, 60_000, 50_000, 21_000)]
+    calls = [TimedCall("tp", "all_reduce", "g", 1, 20_000, 60_000, 50_000, 21_000)]
     record = ProfiledRank(0, [(0, 200_000)], {"forward": [(0, 30_000)], "data": [(40_000, 41_000)]}, calls)
     events = [
         operation("cudaLaunchKernel", 10, cat="cuda_runtime", correlation=1),

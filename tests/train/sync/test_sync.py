@@ -15,11 +15,11 @@ import pytest
 import torch
 
 from checkpoint.contents import require_same_bits
+from checkpoint.trained import small_job
 from parallel.steps import micro_batches
 from phalanx.check.job import problems_of
 from phalanx.checkpoint.inventory import newest_valid
-from phalanx.config.cluster import Cluster
-from phalanx.config.job import Checkpoint, Data, Job, Optimizer, RunOptions, Train
+from phalanx.config.job import Data, Job, Optimizer, RunOptions, Train
 from phalanx.config.layout import Layout
 from phalanx.config.model import ModelConfig
 from phalanx.data.loader import MicroBatch
@@ -324,14 +324,11 @@ def test_replicas_agree_with_every_optimizer(ranks, optimizer, sync, inside):
 def job(tmp_path):
     """Eight samples a step of a sentence said again and again."""
     (tmp_path / "text.txt").write_text("the cat sat on the mat. " * 400)
-    return Job(
+    return dataclasses.replace(
+        small_job(tmp_path),
         model=ModelConfig(n_layers=1, d_model=16, n_heads=2, seq_len=16),
-        cluster=Cluster(peak_tflops=1.0),
         data=Data(corpus="text", path=str(tmp_path / "text.txt"), dir=str(tmp_path / "data")),
-        optimizer=Optimizer(lr=1e-2, warmup_steps=2),
         train=Train(steps=8, global_batch=8, precision="fp32", eval_samples=10),
-        checkpoint=Checkpoint(keep=0),
-        run=RunOptions(name="run", dir=str(tmp_path / "runs"), sample_tokens=0),
     )
 
 

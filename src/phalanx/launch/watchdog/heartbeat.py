@@ -22,7 +22,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from pathlib import Path
 from types import CodeType
@@ -462,6 +462,40 @@ class RecordedCall:
         any_shape = _OPERATIONS[self.operation] in _ANY_SHAPE
         is_message = self.channel.source >= 0
         return signature(is_message, self.operation, any_shape, self.dtype, self.shape, self.nbytes, self.root)
+
+
+@dataclass
+class TimedCall:
+    """One collective or message. Times are nanoseconds of the monotonic clock; 0: not yet."""
+
+    axis: str
+    collective: str
+    """As the ledger calls it: a message is a send, on both sides."""
+    channel: str
+    """The same text on every rank that takes part in calls of this order."""
+    sequence: int
+    """The place among the calls of the channel, from 1."""
+    start: int = 0
+    done: int = 0
+    """When the rank had its result."""
+    waited: int = 0
+    """When the rank began to wait for its result."""
+    launched: int = 0
+    """When the host went on after starting it."""
+    bytes: int = 0
+    sends: bool = False
+    receives: bool = False
+    main: bool = True
+    """Whether the thread that trains made it."""
+
+    @property
+    def end(self) -> int:
+        return max(self.done, self.launched)
+
+    def shifted(self, by: int) -> TimedCall:
+        """Returns the call by a clock that is `by` ns ahead."""
+        times = {name: getattr(self, name) for name in ("start", "done", "waited", "launched")}
+        return replace(self, **{name: at + by for name, at in times.items() if at})
 
 
 @dataclass(frozen=True)

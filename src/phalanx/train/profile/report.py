@@ -12,34 +12,12 @@ from typing import Any, Literal
 from phalanx import bounded
 from phalanx.cost.breakdown import ComparedPart
 from phalanx.errors import DataError, NotFoundError
+from phalanx.launch.watchdog.heartbeat import TimedCall
 from phalanx.train.profile.trace_file import TraceClock
 from phalanx.units import counted, gib, listed
 
 Intervals = list[tuple[int, int]]
 """Sorted intervals that do not overlap."""
-
-
-@dataclass
-class Communication:
-    """One call of one rank, with the intervals in which nothing hides it unless the device computes."""
-
-    axis: str
-    collective: str
-    channel: str
-    sequence: int
-    start: int
-    end: int
-    waited: int
-    """When the rank began to wait, 0 if it did not."""
-    launched: int
-    bytes: int = 0
-    sends: bool = False
-    receives: bool = False
-
-    def shifted(self, by: int) -> Communication:
-        """Returns the call by a clock that is `by` ns ahead; a moment of 0 stands for none."""
-        times = {name: getattr(self, name) for name in ("start", "end", "waited", "launched")}
-        return replace(self, **{name: at + by for name, at in times.items() if at})
 
 
 @dataclass
@@ -51,7 +29,7 @@ class ProfiledRank:
     """Start and end of each."""
     work: dict[str, Intervals]
     """Intervals by part, the innermost first: recompute, forward, backward, optimizer, data."""
-    calls: list[Communication]
+    calls: list[TimedCall]
     device: str = "cpu"
     coordinates: dict[str, int] = field(default_factory=dict)
 
@@ -63,7 +41,7 @@ class ProfiledRank:
     def of(cls, document: Mapping[str, Any]) -> ProfiledRank:
         """Returns the record of `document`."""
         values = dict(document)
-        values["calls"] = [Communication(*call) for call in values["calls"]]
+        values["calls"] = [TimedCall(*call) for call in values["calls"]]
         values["steps"] = [(start, end) for start, end in values["steps"]]
         values["work"] = {name: [(a, b) for a, b in spans] for name, spans in values["work"].items()}
         return cls(**values)
@@ -155,7 +133,7 @@ def latest_starts(records: Sequence[ProfiledRank]) -> dict[tuple[str, int, int, 
     return latest
 
 
-def _key(call: Communication, rank: int) -> tuple[str, int, int, int] | None:
+def _key(call: TimedCall, rank: int) -> tuple[str, int, int, int] | None:
     """Returns what tells a call from all others, the same on every rank that takes part."""
     if not (call.sends or call.receives):
         return call.channel, -1, -1, call.sequence
@@ -455,7 +433,7 @@ def by_kernels(record: ProfiledRank, events: Iterable[Mapping[str, Any]], clock:
         elif event.get("cat") in _ON_DEVICE:
             kernels.append((start, start + round(float(event["dur"]) * 1000), str(event["name"]), correlation))
     work: defaultdict[str, Intervals] = defaultdict(list)
-    calls: list[Communication] = []
+    calls: list[TimedCall] = []
     ordered = sorted(record.calls, key=lambda call: call.start)
     starts = [call.start for call in ordered]
     for start, end, name, correlation in sorted(kernels):
@@ -463,7 +441,7 @@ def by_kernels(record: ProfiledRank, events: Iterable[Mapping[str, Any]], clock:
         if name.lower().startswith("nccl"):
             call = _call_at(ordered, starts, at)
             if call is not None:
-                calls.append(replace(call, start=start, end=end, waited=start, launched=start))
+                calls.append(replace(call, start=start, done=end, waited=start, launched=start))
                 continue
         part = next((part for part in _PARTS if _contains(record.work.get(part, []), at)), "")
         if part:
@@ -473,7 +451,7 @@ def by_kernels(record: ProfiledRank, events: Iterable[Mapping[str, Any]], clock:
     return replace(record, work={**parts, **data}, calls=calls, device="cuda")
 
 
-def _call_at(calls: list[Communication], starts: list[int], at: int) -> Communication | None:
+def _call_at(calls: list[TimedCall], starts: list[int], at: int) -> TimedCall | None:
     """Returns the call that the host was starting at a moment."""
     place = bisect_right(starts, at) - 1
     return calls[place] if place >= 0 and at <= calls[place].launched else None

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from phalanx.comm import blocking
 from phalanx.comm.agree import gather_json, on_every_rank
-from phalanx.comm.calls import Recording, TimedCall, now, recorded
+from phalanx.comm.calls import Recording, now, recorded
 from phalanx.config.job import Job
 from phalanx.cost.breakdown import ComparedPart, compared, compared_memory, model_name
 from phalanx.cost.job_spec import on_known_cluster, rank_spec, step_spec
@@ -47,7 +47,6 @@ from phalanx.techniques.memory import compiles
 from phalanx.train.callbacks import Callback, Steps
 from phalanx.train.profile import report, tracing
 from phalanx.train.profile.report import (
-    Communication,
     ProfiledRank,
     Shares,
     by_kernels,
@@ -234,25 +233,8 @@ def record_of(
     for phase, start, end in _phases(recording, steps):
         if part := _PART_OF_PHASE.get(phase):
             work.setdefault(part, []).append((start, end))
-    calls = [_communication(call) for call in recording.calls if (call.main or every_thread) and call.launched]
+    calls = [call for call in recording.calls if (call.main or every_thread) and call.launched]
     return ProfiledRank(rank, list(steps), {k: union(v) for k, v in work.items()}, calls, "cpu", dict(coordinates))
-
-
-def _communication(call: TimedCall) -> Communication:
-    end = max(call.done or call.launched, call.launched)
-    return Communication(
-        call.axis,
-        call.collective,
-        call.channel,
-        call.sequence,
-        call.start,
-        end,
-        call.waited,
-        call.launched,
-        call.bytes,
-        call.sends,
-        call.receives,
-    )
 
 
 def _phases(recording: Recording, steps: Sequence[tuple[int, int]]) -> Iterator[tuple[Phase, int, int]]:
