@@ -283,7 +283,11 @@ def _products_backward(
     assert scoring.small is not None
     (batch, heads, queries, size), scale, small = q.shape, scoring.scale_of(q), scoring.small
     multiply = small.multiply
-    of_q, of_k, of_v = q.new_empty(batch, queries, heads, size).transpose(1, 2), torch.zeros_like(k), torch.zeros_like(v)
+    of_q, of_k, of_v = (
+        q.new_empty(batch, queries, heads, size).transpose(1, 2),
+        torch.zeros_like(k),
+        torch.zeros_like(v),
+    )
     less = lse.mul(-LOG2E)[:, :, None]
     less.masked_fill_(less == math.inf, 0.0)  # sees nothing
     delta = (gradient * o).sum(dim=-1).mul_(-scale)[:, :, None]

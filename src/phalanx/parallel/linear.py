@@ -18,10 +18,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from phalanx.model.attention import CoreAttention
+from phalanx.model.cpu_kernels import small_products
 from phalanx.model.layers import Linear, Multiply, uncompiled
 from phalanx.model.moe import GroupedLinear, GroupedProduct, Router
 from phalanx.model.transformer import Head, Transformer
-from phalanx.model.cpu_kernels import small_products
 from phalanx.parallel.scaled import ScaledGrouped, ScaledProduct
 
 Plain = TypeVar("Plain", bound=nn.Module)
