@@ -23,12 +23,12 @@ from phalanx.config.precision import Fp8Scaling
 from phalanx.data.loader import MicroBatch
 from phalanx.errors import JobError
 from phalanx.model.attention_blocks import Scoring, Seen, attend, gradients
+from phalanx.model.cpu_kernels import small_products
 from phalanx.model.layers import Linear
 from phalanx.model.moe import GroupedProduct
 from phalanx.model.seeding import initialise
 from phalanx.model.transformer import Transformer
 from phalanx.parallel import mesh as meshes
-from phalanx.model.cpu_kernels import small_products
 from phalanx.parallel.linear import (
     DeferredWeightGrads,
     OwnProduct,

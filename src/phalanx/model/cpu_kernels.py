@@ -38,9 +38,9 @@ class SmallProducts:
         or adds it to `out`. None if another way is better: also for tensors without data."""
         sizes = gradient.shape[1], x.shape[1], len(x)
         fits = not any(size % UNIT for size in sizes) and SMALLEST <= prod(sizes) <= LARGEST
-        plain = type(x) is Tensor and x.is_cpu and x.dtype == gradient.dtype == torch.float32
-        factors = (gradient, x, *([] if out is None else [out]))
-        if not (fits and plain and all(map(_has_rows, factors)) and torch.get_num_threads() == 1):
+        all_three = (gradient, x, *([] if out is None else [out]))
+        plain = type(x) is Tensor and x.is_cpu and {each.dtype for each in all_three} == {torch.float32}
+        if not (fits and plain and all(map(_has_rows, all_three)) and torch.get_num_threads() == 1):
             return None
         adds = out is not None
         out = x.new_empty(sizes[:2]) if out is None else out
