@@ -145,8 +145,7 @@ def seen(result: dict[str, Any]) -> str:
     return (
         f"{RANKS} processes × 1 thread on {result['machine']['cores']} cores, fp32, {result['rounds']} rounds, "
         f"{result['tokens']:,} tokens per step. Load average when it began: {before:.1f}; when it ended: {after:.1f}, "
-        f"with about {RANKS} of this benchmark. Measurements that the predictions rest on: {result['calibration']}. "
-        "Predicted memory lacks the copies that torch's RMS norm keeps on a CPU (docs/explanation/memory.md)."
+        f"with about {RANKS} of this benchmark. Measurements that the predictions rest on: {result['calibration']}."
     )
 
 

@@ -22,6 +22,7 @@ from phalanx.model import documents as documents_of_batches
 from phalanx.model.attention import CoreAttention, Reach, blocked_attention, visible
 from phalanx.model.attention_blocks import Scoring, Seen, attend, gradients, kernel_order, kernels_text, ordered_kernels
 from phalanx.model.cache import Cache
+from phalanx.model.cpu_kernels import SmallProducts
 from phalanx.model.documents import Documents
 from phalanx.model.seeding import Noise
 from phalanx.model.transformer import Transformer
@@ -542,12 +543,18 @@ def test_unequal_widths_equal_attention_by_whole_scores(width: int) -> None:
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-11)
 
 
-def multiply_heads(out: Tensor, a: Tensor, b: Tensor, *, add: bool = False) -> None:
-    """Computes Scoring.multiply by torch."""
-    most = max(len(a), len(b))
-    for head in range(most):
-        result, x, y = (each[head * len(each) // most] for each in (out, a, b))
-        result.copy_(result + x @ y if add else x @ y)
+class ProductsByTorch(SmallProducts):
+    def __init__(self):
+        pass
+
+    def multiply(self, out: Tensor, a: Tensor, b: Tensor, *, add: bool = False) -> None:
+        most = max(len(a), len(b))
+        for head in range(most):
+            result, x, y = (each[head * len(each) // most] for each in (out, a, b))
+            result.copy_(result + x @ y if add else x @ y)
+
+    def transpose(self, out: Tensor, x: Tensor) -> None:
+        out.copy_(x.mT)
 
 
 @pytest.mark.parametrize("kv_heads", [4, 2, 1])
@@ -572,7 +579,7 @@ def test_products_head_by_head_are_attention(monkeypatch, kv_heads, kind, scores
     mask = torch.rand(2, 4 if kind.endswith("head") else 1, tokens, keys) < 0.5
     mask[:, :, 2] = False
     seen = Seen(causal=kind == "causal", mask=mask if kind.startswith("mask") else None)
-    plain, own = Scoring(softcap=softcap), Scoring(softcap=softcap, multiply=multiply_heads)
+    plain, own = Scoring(softcap=softcap), Scoring(softcap=softcap, small=ProductsByTorch())
     expected = attend(q, k, v, seen, plain)
     found = attend(q, k, v, seen, own)
     of_inputs = gradients(gradient, q, k, v, *expected, seen, plain)

@@ -22,7 +22,7 @@ from phalanx.config.model import MLA, ModelConfig, MoE, RopeScaling
 from phalanx.config.presets import PRESETS
 from phalanx.errors import JobError
 from phalanx.model.cache import Cache
-from phalanx.model.layers import Activation, rotary_frequencies, rotary_table, rotate, soft_cap
+from phalanx.model.layers import Activation, RMSNorm, rotary_frequencies, rotary_table, rotate, soft_cap
 from phalanx.model.seeding import Noise, derive_seed, initial_value
 from phalanx.model.transformer import Block, Transformer
 
@@ -450,6 +450,28 @@ def test_norms_start_at_one_and_biases_at_zero(kind: str):
 
 
 CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("weighted", [True, False])
+def test_rms_norms_on_a_cpu_are_torch_s(weighted):
+    torch.manual_seed(1)
+    norm, x = RMSNorm(12, eps=1e-5, elementwise_affine=weighted).double(), torch.randn(2, 5, 12, dtype=torch.float64)
+    inputs = [x.requires_grad_(), *(torch.nn.init.normal_(parameter) for parameter in norm.parameters())]
+    found, expected = norm(x), torch.nn.functional.rms_norm(x, (12,), norm.weight, 1e-5)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    of_norm, of_torch = (torch.autograd.grad(y, inputs, x.detach().cos()) for y in (found, expected))
+    torch.testing.assert_close(of_norm, of_torch, rtol=1e-12, atol=1e-12)
+
+
+def test_the_gradient_of_a_rotation_is_the_compiler_s(monkeypatch):
+    table = torch.rand(5, 3, dtype=torch.float64)
+    table = torch.stack((table.cos(), table.sin())).unsqueeze(-2)
+    x = torch.randn(2, 5, 4, 8, dtype=torch.float64, requires_grad=True)  # a quarter of each head stays
+    gradients = []
+    for compiling in (False, True):
+        monkeypatch.setattr(torch.compiler, "is_compiling", lambda compiling=compiling: compiling)
+        gradients += torch.autograd.grad(rotate(x, table), x, x.detach().cos())
+    torch.testing.assert_close(*gradients, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("name", ["llama", "llama 3.1", "linear scaling"])

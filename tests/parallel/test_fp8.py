@@ -23,6 +23,7 @@ from phalanx.config.precision import Fp8Scaling
 from phalanx.data.loader import MicroBatch
 from phalanx.errors import JobError
 from phalanx.model.attention_blocks import Scoring, Seen, attend, gradients
+from phalanx.model.cpu_kernels import small_products
 from phalanx.model.layers import Linear
 from phalanx.model.moe import GroupedProduct
 from phalanx.model.seeding import initialise
@@ -32,7 +33,6 @@ from phalanx.parallel.linear import (
     DeferredWeightGrads,
     OwnProduct,
     Product,
-    _small_products,
     defer_weight_grads,
     gradient_of_input,
     gradient_of_weight,
@@ -425,10 +425,9 @@ def test_a_model_gives_the_same_logits_and_gradients(tied):
 
 
 def test_attention_by_small_products_is_torch_s():
-    multiply = _small_products()
-    if multiply is None:
+    if (small := small_products()) is None:
         pytest.skip("this torch has no kernel for small products")
-    generator, seen, own = torch.Generator().manual_seed(1), Seen(causal=True), Scoring(multiply=multiply)
+    generator, seen, own = torch.Generator().manual_seed(1), Seen(causal=True), Scoring(small=small)
     q, k, v, given = (torch.randn(2, 256, n, 32, generator=generator).transpose(1, 2) for n in (4, 2, 2, 4))
     assert own.by_products(q, k)
     assert not own.by_products(q[:, :, :65], k)
@@ -436,6 +435,20 @@ def test_attention_by_small_products_is_torch_s():
     found = (*attend(q, k, v, seen, own), *gradients(given, q, k, v, *expected, seen, own))
     for a, b in zip((*expected, *gradients(given, q, k, v, *expected, seen)), found, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+
+
+def test_a_weight_gradient_without_a_transposed_copy_is_torch_s():
+    if (small := small_products()) is None:
+        pytest.skip("this torch has no kernel for small products")
+    generator = torch.Generator().manual_seed(1)
+    gradient, x, old = (torch.randn(*s, generator=generator) for s in ((576, 640), (576, 192), (640, 192)))
+    expected = gradient.t() @ x
+    torch.testing.assert_close(small.add_weight_gradient(gradient, x), expected, rtol=1e-4, atol=1e-4)
+    found = small.add_weight_gradient(gradient, x, old.clone())
+    torch.testing.assert_close(found, old + expected, rtol=1e-4, atol=1e-4)
+    for rows, columns in ((575, 640), (64, 64)):  # a shape that need not recur, too few terms
+        assert small.add_weight_gradient(gradient[:rows, :columns], x[:rows]) is None
+    assert small.add_weight_gradient(torch.ones(1).expand(576, 640), x) is None
 
 
 def test_only_fp32_on_a_cpu():

@@ -349,8 +349,8 @@ class MemoryProfile(Hashed):
     """The masks that attention within documents makes: `none`, if its kernel gets documents as runs of tokens; `runs`,
     one of some queries at a time. None is kept for a backward pass."""
     rms_copies: bool = False
-    """Whether an RMS norm saves its normalised input for its weight's gradient and, in half precision, its input in
-    fp32 in place of the input itself: torch's on CPUs, which has no kernel for it."""
+    """Whether an RMS norm in half precision saves its normalised input for its weight's gradient, and its input in fp32
+    in place of the input itself: torch's on CPUs, which has no kernel for it."""
     state_bytes: float | None = None
     """Bytes of optimizer state per parameter; None: the optimizer's own, with moments and master weights in fp32."""
     repeats: tuple[str, ...] = ()

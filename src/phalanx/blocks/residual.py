@@ -154,7 +154,7 @@ def _adapted_layer(name: str) -> str:
 
 
 RMS_TENSORS = 6
-"""Tensors, in at least fp32, that the backward pass of torch's RMS norm has at once without a kernel of its own: the
+"""Tensors, in fp32, that the backward pass of torch's RMS norm has at once without a kernel of its own: the
 input, the gradient of the normalised input, the input's by that, and three factors of the gradient by the mean
 square."""
 
@@ -260,18 +260,17 @@ def norm_saved(place: Place, numbers: int, *, read: int = 0, shared: bool = Fals
     it; and what `MemoryProfile.rms_copies` says."""
     model, width, wide = place.model, place.width, max(place.width, WIDE)
     own = 0 if shared else (read or numbers) * width
-    if not place.profile.rms_copies or model.norm != "rmsnorm":
+    if not place.profile.rms_copies or model.norm != "rmsnorm" or width == wide:
         return own
-    normed = 0 if model.freezes else numbers * wide
-    return (own if width == wide else numbers * wide) + normed
+    return numbers * wide * (1 if model.freezes else 2)
 
 
 def norm_backward(place: Place, numbers: int) -> int:
     """Returns the bytes per token of a norm over `numbers` elements in the fullest moment of its backward pass, with
     what it has saved; 0 where one kernel computes it."""
-    if not place.profile.rms_copies or place.model.norm != "rmsnorm":
+    if not place.profile.rms_copies or place.model.norm != "rmsnorm" or place.width >= WIDE:
         return 0
-    return RMS_TENSORS * numbers * max(place.width, WIDE)
+    return RMS_TENSORS * numbers * WIDE
 
 
 def norm_kernels(model: ModelConfig) -> int:

@@ -32,7 +32,7 @@ from phalanx.model.attention_blocks import (
     is_flash,
 )
 from phalanx.model.documents import Documents, in_chunks
-from phalanx.model.layers import Linear, Project, Run, RunCheap, make_norm, project, rotate, run, uncompiled
+from phalanx.model.layers import Linear, Project, RMSNorm, Run, RunCheap, make_norm, project, rotate, run, uncompiled
 from phalanx.model.seeding import Noise
 from phalanx.partition.tensor_slices import window_blocks
 
@@ -233,14 +233,14 @@ class Attention(nn.Module):
         self.qk_norm = model.qk_norm if model.norms_heads(layer) else "none"
         if self.qk_norm == "unit":
             self.q_norm, self.k_norm = (
-                nn.RMSNorm(model.head_size, eps=model.norm_eps, elementwise_affine=False) for _ in "qk"
+                RMSNorm(model.head_size, eps=model.norm_eps, elementwise_affine=False) for _ in "qk"
             )
         elif self.qk_norm != "none":
             whole = self.qk_norm == "width"
             self.q_norm = make_norm(model, queries if whole else model.head_size)
             self.k_norm = make_norm(model, keys if whole else model.head_size) if self.makes_keys else nn.Identity()
         norms_values = model.v_norm and self.makes_keys
-        self.v_norm = nn.RMSNorm(model.head_size, model.norm_eps, elementwise_affine=False) if norms_values else None
+        self.v_norm = RMSNorm(model.head_size, model.norm_eps, elementwise_affine=False) if norms_values else None
         self.sinks = nn.Parameter(torch.empty(model.n_heads)) if model.sinks else None
         self.core = CoreAttention(model, layer)
         self.wo = Linear(queries, model.d_model, bias=model.bias)

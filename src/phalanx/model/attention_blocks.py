@@ -15,7 +15,7 @@ Shapes: batch, heads, queries, keys; kv_heads divides heads.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -29,6 +29,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from phalanx.blocks.attention import MOST_CAPPED_SCORES, MOST_SCORES
+from phalanx.model.cpu_kernels import SmallProducts
 from phalanx.model.documents import Documents, PackedDocuments
 
 _aten = torch.ops.aten
@@ -77,15 +78,13 @@ class Scoring:
     """Multiplies it; 0 means head_size ** -0.5."""
     softcap: float = 0.0
     """Then a score s becomes c tanh(s / c) with this c; 0 leaves it."""
-    multiply: Callable[..., None] | None = None
-    """Called with (out, a, b), writes a b to `out`, or with `add` adds it: (heads, n, m) by (heads, m, l) to (heads, n,
-    l), where several successive ones may meet the same of fewer heads. It is faster than the products of torch's fused
-    kernel for the CPU, and compiles code for each shape."""
+    small: SmallProducts | None = None
+    """Products that are faster than those of torch's fused kernel for the CPU, and compile code for each shape."""
 
     def by_products(self, q: Tensor, k: Tensor) -> bool:
-        """Returns whether `multiply` computes it, head by head. A rehearsal counts the fused kernel, or runs of capped
+        """Returns whether `small` computes it, head by head. A rehearsal counts the fused kernel, or runs of capped
         scores, which save the same and compute the same pairs."""
-        if self.multiply is None or type(q) is not Tensor:
+        if self.small is None or type(q) is not Tensor:
             return False
         least, narrowest = LEAST_PRODUCTS
         recur = not q.shape[2] % PRODUCT_UNIT and not k.shape[2] % PRODUCT_UNIT
@@ -245,20 +244,20 @@ def _cpu_backward(
 def _products_forward(q: Tensor, k: Tensor, v: Tensor, seen: Seen, scoring: Scoring) -> tuple[Tensor, Tensor]:
     """Computes `attend`: some heads at a time, and a run of queries, of which with a causal mask each sees the keys up
     to its end."""
-    assert scoring.multiply is not None
-    batch, heads, queries, _ = q.shape
+    assert scoring.small is not None
+    (batch, heads, queries, _), small = q.shape, scoring.small
     # In memory as the projection after it reads it: token by token.
     o = q.new_empty(batch, queries, heads, v.shape[-1]).transpose(1, 2)
     lse = q.new_empty(batch, heads, queries, 1)
     unseen = q.new_full((PRODUCT_RUN, PRODUCT_RUN), -math.inf).triu_(1)
     cap, factor = scoring.softcap * LOG2E, scoring.scale_of(q) / (scoring.softcap or 1 / LOG2E)
     for query, key, value, out, sums, mask in zip(q, k, v, o, lse, _masks(seen, q), strict=True):
-        turned = _turned(key).mul_(factor)
+        turned = small.turned(key).mul_(factor)
         for rows in _product_runs(queries):
             last, length = rows.stop if seen.causal else key.shape[1], rows.stop - rows.start
             for group, read in _groups(heads, len(key), length * last):
                 scores = q.new_empty(group.stop - group.start, length, last)
-                scoring.multiply(scores, query[group, rows], turned[read, :, :last])
+                small.multiply(scores, query[group, rows], turned[read, :, :last])
                 if cap:
                     scores.tanh_().mul_(cap)
                 if mask is not None:
@@ -270,7 +269,7 @@ def _products_forward(q: Tensor, k: Tensor, v: Tensor, seen: Seen, scoring: Scor
                     best.masked_fill_(best == -math.inf, 0.0)
                 total = scores.sub_(best).exp2_().sum(dim=-1, keepdim=True)
                 of_rows = out[group, rows]
-                scoring.multiply(of_rows, scores, value[read, :last])
+                small.multiply(of_rows, scores, value[read, :last])
                 of_rows /= total.clamp(min=1)  # the best key adds 1
                 sums[group, rows] = best.add_(total.log2_()).div_(LOG2E)
     return o, lse[..., 0]
@@ -281,9 +280,14 @@ def _products_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Computes `gradients`, some heads and a run of keys at a time, all scores as (keys, queries), so that they enter
     the next products as they are."""
-    assert scoring.multiply is not None
-    (batch, heads, queries, size), scale, multiply = q.shape, scoring.scale_of(q), scoring.multiply
-    of_q, of_k, of_v = q.new_empty(batch, queries, heads * size), torch.zeros_like(k), torch.zeros_like(v)
+    assert scoring.small is not None
+    (batch, heads, queries, size), scale, small = q.shape, scoring.scale_of(q), scoring.small
+    multiply = small.multiply
+    of_q, of_k, of_v = (
+        q.new_empty(batch, queries, heads, size).transpose(1, 2),
+        torch.zeros_like(k),
+        torch.zeros_like(v),
+    )
     less = lse.mul(-LOG2E)[:, :, None]
     less.masked_fill_(less == math.inf, 0.0)  # sees nothing
     delta = (gradient * o).sum(dim=-1).mul_(-scale)[:, :, None]
@@ -293,8 +297,8 @@ def _products_backward(
     for query, key, value, given, for_query, for_key, for_value, less_here, delta_here, mask in zip(
         *inputs, strict=True
     ):
-        turned, turned_given = _turned(query).mul_(factor), _turned(given).mul_(scale)
-        turned_key, turned_result = _turned(key), q.new_zeros(heads, size, queries)
+        turned, turned_given = small.turned(query).mul_(factor), small.turned(given).mul_(scale)
+        turned_key, turned_result = small.turned(key), q.new_zeros(heads, size, queries)
         for columns in _product_runs(key.shape[1]):
             first, length = columns.start if seen.causal else 0, columns.stop - columns.start
             for group, read in _groups(heads, len(key), length * (queries - first)):
@@ -316,20 +320,14 @@ def _products_backward(
                 multiply(for_value[read, columns], weights, given[group, first:], add=True)
                 multiply(for_key[read, columns], of_scores, query[group, first:], add=True)
                 multiply(turned_result[group, :, first:], turned_key[read, :, columns], of_scores, add=True)
-        for_query.copy_(turned_result.flatten(0, 1).t())
-    return of_q.unflatten(2, (heads, size)).transpose(1, 2), of_k, of_v
+        small.transpose(for_query, turned_result)
+    return of_q, of_k, of_v
 
 
 def _masks(seen: Seen, q: Tensor) -> Iterable[Tensor | None]:
     """Returns what a mask adds to the scores of each sequence of `q`, (heads, queries, keys), without a copy per
     head."""
     return repeat(None, len(q)) if seen.mask is None else bias(seen.mask, q.dtype).expand(*q.shape[:2], -1, -1)
-
-
-def _turned(x: Tensor) -> Tensor:
-    """Returns a copy of `x` (heads, tokens, size) as (heads, size, tokens): torch transposes whole matrices twice as
-    fast as parts."""
-    return x.transpose(0, 1).flatten(1).t().contiguous().view(len(x), x.shape[2], x.shape[1])
 
 
 def _groups(heads: int, kv_heads: int, scores: int) -> Iterator[tuple[slice, slice]]:

@@ -103,10 +103,74 @@ def rotate(x: Tensor, table: Tensor) -> Tensor:
     """Rotates queries or keys `x` (batch, seq, heads, head_size) to their positions: the first rotary_size elements of
     each head."""
     cos, sin = table
+    if not torch.compiler.is_compiling():
+        return _Rotate.apply(x, cos, sin)  # pyright: ignore[reportReturnType]
     pairs = cos.shape[-1]
     first, second, rest = x[..., :pairs], x[..., pairs : 2 * pairs], x[..., 2 * pairs :]
     turned = first * cos - second * sin, second * cos + first * sin
     return torch.cat((*turned, rest) if rest.shape[-1] else turned, dim=-1).to(x.dtype)
+
+
+class _Rotate(torch.autograd.Function):
+    """The same in three kernels, and the way back in three: the rotation by the negative angles. Whole heads meet the
+    cosines, because halves of them are several times slower on a CPU."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        return _rotated(x, cos, sin)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor, None, None]:
+        cos, sin = ctx.saved_tensors
+        return _rotated(grad_outputs[0], cos, -sin), None, None
+
+
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    pairs = cos.shape[-1]
+    rest = [cos.new_ones(*cos.shape[:-1], x.shape[-1] - 2 * pairs)] if x.shape[-1] > 2 * pairs else []
+    out = x * torch.cat((cos, cos, *rest), dim=-1)
+    first, second = slice(pairs), slice(pairs, 2 * pairs)
+    out[..., first].addcmul_(x[..., second], sin, value=-1)
+    out[..., second].addcmul_(x[..., first], sin)
+    return out.to(x.dtype)
+
+
+class RMSNorm(nn.RMSNorm):
+    """torch's. On a CPU torch has no kernel of it: there its steps, and what autograd makes of them, take several times
+    as long as those of a layer norm, and keep a copy of the input."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Maps (..., width) to the same shape."""
+        own = x.is_cpu and x.dtype in (torch.float32, torch.float64) and self.eps is not None
+        if own and not torch.compiler.is_compiling():
+            return _RootMeanSquare.apply(x, self.weight, self.eps)  # pyright: ignore[reportReturnType]
+        return super().forward(x)
+
+
+class _RootMeanSquare(torch.autograd.Function):
+    """x weight / √(mean x² + eps). Its gradient is that of a layer norm but for the mean of the gradient, which that
+    one subtracts."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+        root = torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+        ctx.save_for_backward(x, weight, root)
+        normed = x * root
+        return normed if weight is None else normed.mul_(weight)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor | None, ...]:
+        x, weight, root = ctx.saved_tensors
+        (gradient,), width = grad_outputs, x.shape[-1]
+        wanted = [ctx.needs_input_grad[0], ctx.needs_input_grad[1], False]
+        of_x, of_weight, _ = torch.ops.aten.native_layer_norm_backward(
+            gradient, x, [width], torch.zeros_like(root), root, weight, None, wanted
+        )
+        if of_x is not None:
+            mean = gradient.sum(-1) if weight is None else gradient.reshape(-1, width) @ weight
+            of_x.addcmul_(mean.view_as(root), root, value=1 / width)
+        return of_x, of_weight, None
 
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -367,5 +431,5 @@ def make_norm(model: ModelConfig, width: int = 0, eps: float = 0.0) -> nn.Module
     """Returns the model's normalisation over `width` elements, by default d_model, with its own `eps` if given."""
     width, eps = width or model.d_model, eps or model.norm_eps
     if model.norm == "rmsnorm":
-        return nn.RMSNorm(width, eps=eps)
+        return RMSNorm(width, eps=eps)
     return nn.LayerNorm(width, eps=eps, bias=model.bias)

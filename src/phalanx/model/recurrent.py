@@ -24,7 +24,7 @@ from phalanx.blocks.recurrent import DELTA_CHUNK
 from phalanx.config.model import ModelConfig
 from phalanx.model.attention import KeysAndValues, all_keys
 from phalanx.model.documents import Documents
-from phalanx.model.layers import Linear, Project, project, uncompiled
+from phalanx.model.layers import Linear, Project, RMSNorm, project, uncompiled
 from phalanx.model.seeding import Noise
 
 UNIT_EPS = 1e-6
@@ -86,7 +86,7 @@ class GatedDeltaNet(nn.Module):
         self.conv_q, self.conv_k = (nn.Parameter(torch.empty(keys, delta.conv)) for _ in "qk")
         self.conv_v = nn.Parameter(torch.empty(values, delta.conv))
         self.decay, self.dt_bias = (nn.Parameter(torch.empty(delta.n_heads)) for _ in range(2))
-        self.norm = nn.RMSNorm(delta.head_dim, eps=model.norm_eps)
+        self.norm = RMSNorm(delta.head_dim, eps=model.norm_eps)
         self.wo = Linear(values, width, bias=False)
         self.mix = mix
 

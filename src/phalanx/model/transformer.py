@@ -49,6 +49,7 @@ from phalanx.model.layers import (
     Linear,
     Multiply,
     Rescale,
+    RMSNorm,
     Run,
     make_norm,
     query_growth,
@@ -338,7 +339,7 @@ class Block(nn.Module):
                 core.routing = routing  # pyright: ignore[reportArgumentType]
         self.attn_post_norm = make_norm(model) if model.norms_outputs else nn.Identity()
         apart = kind.routed and model.moe.own_norms
-        plain = nn.RMSNorm(model.d_model, model.norm_eps, elementwise_affine=False) if apart else None
+        plain = RMSNorm(model.d_model, model.norm_eps, elementwise_affine=False) if apart else None
         self.mlp_norm = plain or (make_norm(model) if model.norms_inputs else nn.Identity())
         self.add_module(
             self.kinds[1].name_in_block, make_sublayer(FEED_FORWARD, kind.feed_forward, model, layer, routing)

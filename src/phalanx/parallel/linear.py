@@ -7,10 +7,9 @@ with AVX-512 oneDNN makes a whole training step 1.5 times faster (benchmarks/res
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -19,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from phalanx.model.attention import CoreAttention
+from phalanx.model.cpu_kernels import small_products
 from phalanx.model.layers import Linear, Multiply, uncompiled
 from phalanx.model.moe import GroupedLinear, GroupedProduct, Router
 from phalanx.model.transformer import Head, Transformer
@@ -71,8 +71,8 @@ def use_onednn(model: Transformer) -> int:
         layer.multiply = linear
     for module in model.modules():
         # Several threads scale better in torch's fused kernel, which divides the heads among them.
-        if isinstance(module, CoreAttention) and torch.get_num_threads() == 1:
-            module.scoring = replace(module.scoring, multiply=_small_products())
+        if isinstance(module, CoreAttention) and torch.get_num_threads() == 1 and (small := small_products()):
+            module.scoring = replace(module.scoring, small=small)
     return len(layers)
 
 
@@ -119,35 +119,6 @@ def _multiply(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
 
 
-@cache
-def _small_products() -> Callable[..., None] | None:
-    """Returns Scoring.multiply in fp32; None if this version of torch does not have it.
-
-    It is oneDNN's kernel as torch's headers declare it (ATen/native/CPUBlas.h), which reads parts of larger matrices
-    where they are. A call from Python takes one microsecond, torch's own operators for such products ten."""
-    try:
-        library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
-        kernel = library["_ZN2at6native7cpublas6brgemmEllllllbPKfS3_Pfb"]
-    except (OSError, AttributeError):
-        return None
-    kernel.restype = None
-    # Arguments that are C's already: converting them would take longer than a small product.
-    number, flag, address = ctypes.c_int64, ctypes.c_bool, ctypes.c_void_p
-
-    def multiply(out: Tensor, a: Tensor, b: Tensor, *, add: bool = False) -> None:
-        factors, most = (a, b, out), max(len(a), len(b))
-        assert all(x.stride(2) == 1 for x in factors), "rows without gaps"
-        sizes = map(number, (a.shape[1], b.shape[2], a.shape[2], a.stride(1), b.stride(1), out.stride(1)))
-        places = [(address(), x.data_ptr(), x.stride(0) * 4, most // len(x)) for x in factors]
-        arguments = *sizes, flag(add), *(place for place, *_ in places), flag(False)
-        for head in range(most):
-            for place, start, step, each in places:
-                place.value = start + head // each * step
-            kernel(*arguments)
-
-    return multiply
-
-
 linear = OwnProduct(_multiply)
 """oneDNN's product, in fp32 on a CPU."""
 
@@ -191,7 +162,7 @@ class DeferredWeightGrads:
                 weight.grad = gradient_of_weight(multiply, gradient, x).reshape_as(weight)
             elif multiply is F.linear:
                 weight.grad.addmm_(gradient.flatten(0, -2).t(), x.flatten(0, -2))
-            else:
+            elif _small_gradient(multiply, gradient, x, weight.grad) is None:
                 weight.grad += gradient_of_weight(multiply, gradient, x).reshape_as(weight)
             self.arrived(weight)
 
@@ -254,13 +225,23 @@ def gradient_of_weight(multiply: Multiply | GroupedProduct, gradient: Tensor, x:
     its input `x` (..., inputs); for experts (experts, outputs, inputs)."""
     if isinstance(multiply, GroupedProduct):
         return multiply.weight_gradient(gradient, x)
+    if (small := _small_gradient(multiply, gradient, x)) is not None:
+        return small
     gradient, x, product = gradient.flatten(0, -2), x.flatten(0, -2), _kernel(multiply)
     if isinstance(product, ScaledProduct):
         return product.weight_gradient(gradient, x)
     return product(gradient.t(), x.t())
 
 
-def _kernel(multiply: Multiply) -> Multiply:
+def _small_gradient(
+    multiply: Multiply | GroupedProduct, gradient: Tensor, x: Tensor, out: Tensor | None = None
+) -> Tensor | None:
+    """Computes `gradient_of_weight` without a transposed copy of the whole, or adds it to `out`; None if it cannot."""
+    small = small_products() if _kernel(multiply) is _multiply else None
+    return small and small.add_weight_gradient(gradient.flatten(0, -2), x.flatten(0, -2), out)
+
+
+def _kernel(multiply: Multiply | GroupedProduct) -> Multiply | GroupedProduct:
     return multiply.product if isinstance(multiply, OwnProduct) else multiply
 
 
