@@ -325,6 +325,7 @@ class BlockBytes:
             slices=step.slices,
         )
         self.parameters: BlockParameters = block_parameters(model, layout, kind.block)
+        self.trained = self.parameters.trained_dense + self.parameters.trained_experts
         whole_place = place._replace(profile=replace(memory_profile, repeats=())) if memory_profile.repeats else place
         if kind.recompute == "full":  # what it gathers once more, it has until the backward pass has been
             whole_place = whole_place._replace(sp_regather=False)
@@ -346,6 +347,8 @@ class BlockBytes:
         moments = backward_moments(batch, kind, splits=step.splits)
         if kind.recompute == "full" and kind.block.routed and layout.ep > 1:
             moments += (_rows_return(batch, kind.block),)
+        self.moments = [(again + each.size + each.own * width, each.arrived) for each in moments]
+        """Bytes inside the block at each moment of its backward pass, and parameters that have gradients by then."""
         self.first = again + max(each.size + each.arrived * width for each in moments)
         """Bytes inside the block whose gradients are the first."""
         self.adding = again + max(each.size + each.own * width for each in moments)
@@ -364,8 +367,6 @@ class BlockBytes:
             )
         self.backward = inside, step.stream / step.share
         """Bytes of the backward pass besides what is kept: inside the block, and of its residual stream."""
-        self.ending = self.kept / step.slices + again + moments[-1].size + self.backward[1]
-        """Bytes when its backward pass ends, if no other block keeps any."""
 
     def _experts_apart(self, adds: bool) -> tuple[tuple[float, float, float], ...]:
         """Returns the bytes by which ZeRO-3's experts, which are gathered and sent on their own, differ from what is
