@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from math import inf
 from operator import mul
 from typing import Any, Literal
@@ -46,6 +46,7 @@ from phalanx.partition.derived import (
 from phalanx.partition.tensor_slices import head_tiles
 from phalanx.units import gib
 
+Sends = Callable[[float], tuple[float, float]]
 TILE_LOSS_TENSORS = 1, 1
 """Tensors as large as a tile's logits, in fp32 and in the width of the computation: its scores become probabilities and
 their gradient in place."""
@@ -260,30 +261,33 @@ class RankParts:
         inside, fetched, _ = max(found, key=sum)
         return inside + self.step.beside_gradient - self.step.gathered, self.step.gathered + self.between + fetched
 
-    def sending(self) -> Iterator[tuple[Moment, float, float, float, float]]:
+    def sending(self, *, stays: bool) -> Iterator[tuple[Moment, float, float, float, float]]:
         """Yields the bytes of gradients, activations, logits and communication at the fullest moment of the backward
-        pass in which each stage sends the buckets of ZeRO-1 or 2, and at its end."""
+        pass in which each stage sends the buckets of ZeRO-1 or 2, and at its end. `stays`: sums of earlier
+        micro-batches are there while the most are in flight."""
         layout, step, buckets = self.layout, self.step, self.formulas.profile.keeps_buckets
-        total = sum(trained for _, trained, _ in self.shards)
+        total, m = sum(trained for _, trained, _ in self.shards), step.spec.batch.accumulation
         if layout.zero not in (1, 2) or layout.shard_ranks == 1 or not buckets or self.formulas.offloads or not total:
             return
-        several = layout.zero == 2 and layout.accumulate == "sharded"  # every micro-batch sends
-        most = self.kept(self.flight.most)[0] if several else 0.0
         embedding = 0 if self.model.freezes or not self.first else outside(self.model, layout.tp, True, False)
         arrived = total - embedding - sum(run.many * run.block.trained for held in self.runs for run in held)
         for place, held in reversed([*enumerate(self.runs)] * (not self.flight.deferring)):
-            kept = max(most, self._kept_of([(each <= place) / step.slices for each in range(len(self.runs))]))
-            inside, copies, gradients = self._backward(held, True, unsent=False, modules=False, before=arrived)
-            inside += step.beside_gradient - step.gathered
-            yield "backward", gradients, kept + inside, 0.0, step.gathered + copies
+            passes = [(m, self._kept_of([(each <= place) / step.slices for each in range(len(self.runs))]))]
+            if layout.zero == 2 and layout.accumulate == "sharded":  # every micro-batch sends
+                passes.append((m if stays else 1, self.kept(self.flight.most)[0]))
+            for sums, kept in passes:
+                sends = partial(self._sent, sums, arrived)
+                inside, copies, gradients = self._backward(held, True, unsent=False, modules=False, sends=sends)
+                inside += step.beside_gradient - step.gathered
+                yield "backward", gradients, kept + inside, 0.0, step.gathered + copies
             arrived += sum(run.many * run.block.trained for run in held)
-        copies, gradients = self._sent(total)
+        copies, gradients = self._sent(m, total, 0.0)
         yield "backward", gradients, 0.0, 0.0, copies
 
-    def _sent(self, arrived: float) -> tuple[float, float]:
-        """Returns the bytes of copies and of gradients in buckets when those of `arrived` parameters have come."""
-        m = self.step.spec.batch.accumulation
-        return self.formulas.sending(self.shards, self._buckets, m, self.layout, arrived)
+    def _sent(self, sums: int, before: float, arrived: float) -> tuple[float, float]:
+        """Returns the bytes of copies and of gradients in buckets when those of `arrived` parameters have come after
+        those `before`, in the last of `sums` micro-batches."""
+        return self.formulas.sending(self.shards, self._buckets, sums, self.layout, before + arrived)
 
     @cached_property
     def _buckets(self) -> tuple[int, ...]:
@@ -293,13 +297,13 @@ class RankParts:
         return bucket_ends(self.model, layout.tp, layout.ep_shard, kinds, ends, least, folds=layout.folds)
 
     def _backward(
-        self, held: Sequence[BlockRun], gradients: bool, *, unsent: bool, modules: bool, before: float | None = None
+        self, held: Sequence[BlockRun], gradients: bool, *, unsent: bool, modules: bool, sends: Sends | None = None
     ) -> tuple[float, float, float]:
         """Returns the same for one stage, its blocks and gradients on their way alone. From block to block it gives up
         what it keeps and gets gradients of weights. Beside the first block in the backward pass, what is gathered
         stands for what the loss leaves; beside others it comes when the widest tensors have gone. Of blocks whose
         activations are on the host, those of the one that computes and of the one before it are here. Where buckets are
-        sent, `before` parameters had gradients before, and the third number is of all gradients in buckets."""
+        sent, `sends` returns what that takes, by how many parameters have gradients; the third number is of these."""
         blocks = self._blocks(held)
         if not blocks:
             return self.step.stream / self.step.share, 0.0, 0.0
@@ -311,7 +315,7 @@ class RankParts:
             again *= self.memory_profile.keeps_buckets and not self.memory_profile.copies_sums
             return self._fetched(blocks, number, self.ahead) + max(0.0, passing - sent) + again
 
-        most, given_up, arrived, sent, first = (-inf, 0.0, 0.0), 0.0, 0.0, 0.0, 0
+        most, given_up, arrived, sent, first, done = (-inf, 0.0, 0.0), 0.0, 0.0, 0.0, 0, 0
         if self.flight.deferring:  # what every block has computed again waits for its weight gradients
             inside = max(sum(block.backward) for block in blocks)
             grown = [
@@ -342,10 +346,9 @@ class RankParts:
             # Between them bytes grow or shrink evenly.
             for number in sorted({*range(min(many, 2)), *range(max(0, many - 1 - self.ahead), many)}):
                 here, copies, summed = block.opening if self.units and not first + number else inside, 0.0, 0.0
-                if before is not None:
-                    sums = before + number * block.trained
-                    every = ((size, *self._sent(sums + own)) for size, own in block.moments)
-                    here, copies, summed = max(every, key=sum)
+                if sends:
+                    before = done + number * block.trained
+                    here, copies, summed = max(((size, *sends(before + own)) for size, own in block.moments), key=sum)
                 here += stream - given_up - number * released + max(0.0, arrived + number * gained - bucket)
                 # Gradients of keys and values wait for the block that has lent them.
                 here += head + sum((borrowed | ({window: block.borrowed} if number else {})).values())
@@ -353,7 +356,7 @@ class RankParts:
                 if block.kind.block.predicts or not modules:
                     whole = moving(first + number, sent + number * reduced) if self.units else copies
                     most = max(most, (here, whole, summed), key=sum)
-            before = None if before is None else before + many * block.trained
+            done += many * block.trained
             given_up, arrived, sent = given_up + many * released, arrived + many * gained, sent + many * reduced
             first += many
             if block.borrowed:
@@ -637,7 +640,7 @@ def _fullest(step: StepParts, flight: Flight) -> RankMemory:
     stays = step.formulas.stays(passes, max(map(sum, flight.most))) and not updates_each
     bucket = rank.bucket()
     early = state.early(stays, bucket)
-    sending = [*rank.sending()]
+    sending = [*rank.sending(stays=stays)]
     again, moving = rank.backward(stays or state.unsent > 0 or bool(sending), unsent=unsent)
     host, disk = step.formulas.beside(rank.shards)
     # Losses in chunks that wait for their backward pass have one gradient of the head.
