@@ -347,8 +347,10 @@ class BlockBytes:
         moments = backward_moments(batch, kind, splits=step.splits)
         if kind.recompute == "full" and kind.block.routed and layout.ep > 1:
             moments += (_rows_return(batch, kind.block),)
-        self.moments = [(again + each.size + each.own * width, each.arrived) for each in moments]
-        """Bytes inside the block at each moment of its backward pass, and parameters that have gradients by then."""
+        before = [(again + each.size + each.own * width, each.arrived - each.own) for each in moments]
+        self.moments = before + [(again + each.size, each.arrived) for each in moments if each.own]
+        """Bytes inside the block at each moment of its backward pass, before a gradient enters its bucket and once it
+        is there, and how many parameters have theirs there."""
         self.first = again + max(each.size + each.arrived * width for each in moments)
         """Bytes inside the block whose gradients are the first."""
         self.adding = again + max(each.size + each.own * width for each in moments)
