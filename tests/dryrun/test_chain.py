@@ -134,6 +134,7 @@ LAYOUTS = [
     Layout(pp=2, schedule="gpipe", micro_batch=1),
     Layout(pp=2, schedule="interleaved_1f1b", pp_chunks=2, micro_batch=1),
     Layout(pp=2, schedule="zb_h1", micro_batch=1),
+    Layout(pp=2, schedule="zb_h1", micro_batch=1, loss_chunk=64),
     Layout(pp=2, schedule="pipedream", micro_batch=1),
     Layout(pp=2, schedule="pipedream_stash", micro_batch=1),
     Layout(pp=2, dp_shard=2, tp=2, sp=True, zero=2, micro_batch=1),

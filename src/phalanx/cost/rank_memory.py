@@ -645,9 +645,11 @@ def _fullest(step: StepParts, flight: Flight) -> RankMemory:
     host, disk = step.formulas.beside(rank.shards)
     # Losses in chunks that wait for their backward pass have one gradient of the head.
     summed = rank.head_gradient() if rank.last and rank.logits_of and flight.losses > 1 else 0
+    # A loss in chunks adds to the head's gradient at once, also where others are deferred.
+    first = max(early, rank.head_gradient() * (bool(flight.deferring) and rank.logits_of > 0 and passes > 1))
     moments: list[tuple[Moment, float, float, float, float]] = [
         ("backward", early, kept + again, rank.waiting_logits(further=0) + summed, moving + whole),
-        ("loss", early, kept + hidden, logits + waiting, forward + rank.between),
+        ("loss", first, kept + hidden, logits + waiting, forward + rank.between),
     ]
     moments += sending
     if any(rank.sends) and memory_profile.saves_slopes and not flight.deferring:  # of other programs it is not known
