@@ -50,8 +50,8 @@ faults: setup ## make every fault that the watchdog finds, lose replicas, and tr
 memory: setup ## compare the predicted memory of models of every kind with the measured one, also in half precision: minutes
 	PHALANX_MEMORY=1 $(BIN)/python -m pytest tests/train/test_memory.py $(ARGS)
 
-chain: setup ## compare memory, bytes and FLOPs, predicted and rehearsed, of every kind of model in 40 layouts: minutes
-	PHALANX_WHOLE=1 $(BIN)/python -m pytest tests/dryrun/test_chain.py $(ARGS)
+chain: setup ## compare memory, bytes and FLOPs, predicted and rehearsed, of every kind of model in 54 layouts, and rehearsed and real: minutes
+	PHALANX_WHOLE=1 $(BIN)/python -m pytest tests/dryrun/test_chain.py tests/dryrun/test_rehearse.py $(ARGS)
 
 zero-plus-plus: setup ## try ZeRO++ in all its layouts: a minute
 	PHALANX_ZERO_PLUS_PLUS=1 $(BIN)/python -m pytest tests/parallel/test_quantised.py $(ARGS)

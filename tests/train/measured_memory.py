@@ -15,7 +15,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cost.exact_state import StateBytes
-from phalanx.dryrun.rehearse import gradients_of, parameters_of
+from phalanx.dryrun.rehearse import gradients_of, parameters_of, state_of
 from phalanx.parallel.data import Replica
 from phalanx.parallel.offload import DeviceBudget
 from phalanx.train.optimizer import ShardedOptimizer
@@ -43,9 +43,9 @@ def least_device_peak(budget: DeviceBudget, take: Callable[[int], object], steps
 def state_memory(replica: Replica, optimizer: ShardedOptimizer) -> StateBytes:
     """Bytes that this rank holds now, each storage once. The step counters of Adam, 4 bytes a tensor, do not count."""
     values, gradients = parameters_of(replica, optimizer), gradients_of(replica, optimizer)
-    states = [tensor for tensors in optimizer.state_tensors().values() for tensor in tensors.values()]
-    states += [replica.compression.state] if replica.compression else []
-    state_only = storages_of(states).items() - storages_of(values).items()  # an empty moment stands for itself
+    state_only = (
+        storages_of(state_of(replica, optimizer)).items() - storages_of(values).items()
+    )  # an empty moment stands for itself
     return StateBytes(
         sum(storages_of(values).values()), sum(storages_of(gradients).values()), sum(size for _, size in state_only)
     )

@@ -164,7 +164,7 @@ class Live(Made):
             keys = [tensor.untyped_storage()._cdata for tensor in given]
             self.sent |= {key: (self.alive[key], LOOKS) for key in keys if key in self.alive}
         if self.resized and any(tensor.untyped_storage()._cdata in self.resized for tensor in given):
-            self.filled = sum(map(_size, self.resized.values()))
+            self.filled = sum(map(size_of, self.resized.values()))
         if self.bound + self.filled <= self.most:
             return  # whatever is alive, it has been as much before
         now = self.bytes_now()
@@ -181,13 +181,14 @@ class Live(Made):
         self.alive = {key: ref for key, ref in self.alive.items() if not ref.expired()}
         self.sent = {key: one for key, one in self.sent.items() if key in self.alive}
         self.resized = {key: ref for key, (ref, size) in self.before.items() if not size and not ref.expired()}
-        sizes = {key: _size(ref) for key, ref in self.alive.items()}
-        self.bound, self.filled = sum(sizes.values()), sum(map(_size, self.resized.values()))
+        sizes = {key: size_of(ref) for key, ref in self.alive.items()}
+        self.bound, self.filled = sum(sizes.values()), sum(map(size_of, self.resized.values()))
         self.resized |= {key: self.alive[key] for key, size in sizes.items() if not size}
         return self.bound + self.filled
 
 
-def _size(ref: StorageWeakRef) -> int:
+def size_of(ref: StorageWeakRef) -> int:
+    """Returns the bytes of a storage now."""
     storage = torch.UntypedStorage._new_with_weak_ptr(ref.cdata)
     return 0 if storage is None else storage.nbytes()  # a thread of gloo may have let go of it just now
 

@@ -35,7 +35,6 @@ def put_below(path: Path, ignored: Sequence[str], line: CommandLine, *, needs_cl
     given = {setting.path for setting in line.settings}
     unknown = [each for each in theirs.unknown if ALL not in ignored and not _is_settled(each, ignored, given)]
     problems, wrong = line.problems, {problem.partition(": ")[0] for problem in line.problems}
-    problems += [f"{path}: {each.name} {_short(each.value)}: not understood: {_with_field(each)}" for each in unknown]
     problems += [
         f"{path}: {what} is missing: set {field}" for field, what in theirs.needed.items() if field not in given
     ]
@@ -47,8 +46,9 @@ def put_below(path: Path, ignored: Sequence[str], line: CommandLine, *, needs_cl
         for name in ignored
         if _plainly(name) not in names
     ]
+    problems += [f"{path}: {each.name} {_short(each.value)}: not understood: {_with_field(each)}" for each in unknown]
     if unknown:
-        problems.append("set the fields that are meant, or read the names as if they were absent: --ignore NAME …")
+        problems[-1] += "\n  set the fields that are meant, or read the names as if they were absent: --ignore NAME …"
     settings = [each for each in theirs.settings if not _is_ignored(each, ignored) and each.origin not in wrong]
     cluster = [each for each in settings if each.path.startswith("cluster.")]
     settings = [each for each in settings if each not in cluster]

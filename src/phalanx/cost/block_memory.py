@@ -9,7 +9,7 @@ deviation (two bytes each) and attention's log-sum-exp (four bytes per head) are
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple
@@ -23,6 +23,7 @@ from phalanx.cost.held import BlockParameters, LayerKind, block_parameters, expe
 from phalanx.cost.spec import StepSpec
 from phalanx.cost.state_formulas import formulas_of
 from phalanx.partition.derived import Mode, gathers_parameters, slices_of, splits_backward
+from phalanx.partition.tensor_slices import head_tiles
 
 
 class Moment(NamedTuple):
@@ -244,15 +245,13 @@ def _repeated(place: Place, kind: BlockKind) -> dict[SavedTensor, float]:
 
 
 @lru_cache(maxsize=4096)
-def deferred(place: Place, kind: BlockKind) -> float:
+def deferred(place: Place, kind: BlockKind, *, chunked: bool = False) -> float:
     """Returns the bytes per token that a block keeps on a rank after the gradients of its inputs, until those of its
     weights are computed: the input of every trained matrix and the gradient of its output. All else is released then,
-    scores and what norms and activations have saved among it. Inputs that tensor ranks gather are whole here."""
-    return _deferred(place, block(place, kind))
-
-
-def _deferred(place: Place, operators: Iterable[Operator]) -> float:
-    products = (each.product(place.tp, place.ep_shard) for each in operators if not each.detached)
+    scores and what norms and activations have saved among it. Inputs that tensor ranks gather are whole here.
+    `chunked`: the loss computes the head's gradient."""
+    computed = (each for each in block(place, kind) if not each.detached and not (chunked and "head" in each.name))
+    products = (each.product(place.tp, place.ep_shard) for each in computed)
     numbers = sum(each.m * each.number * (each.n + each.k) for each in products if each and not each.frozen)
     return numbers * place.width / place.tokens
 
@@ -325,6 +324,7 @@ class BlockBytes:
             slices=step.slices,
         )
         self.parameters: BlockParameters = block_parameters(model, layout, kind.block)
+        self.trained = self.parameters.trained_dense + self.parameters.trained_experts
         whole_place = place._replace(profile=replace(memory_profile, repeats=())) if memory_profile.repeats else place
         if kind.recompute == "full":  # what it gathers once more, it has until the backward pass has been
             whole_place = whole_place._replace(sp_regather=False)
@@ -338,7 +338,8 @@ class BlockBytes:
         numbers = sum(each.sequences * each.queries * each.kv_heads * (each.head + each.value_head) for each in cores)
         self.borrowed = step.tokens / place.tokens * numbers * width
         """Bytes of keys and values of an earlier layer, of which it adds up a gradient."""
-        self.deferred = step.tokens * deferred(place_of(model, layout, width=width), kind.block)
+        chunked = bool(layout.logits_of(int(step.pass_tokens))) or head_tiles(model, layout) > 1
+        self.deferred = step.tokens * deferred(place_of(model, layout, width=width), kind.block, chunked=chunked)
         """Bytes that wait for the weights' gradients where these are put off."""
         again = 0.0 if kind.recompute in ("products", "mlp") else max(0.0, whole - self.kept) / step.slices
         adds = step.spec.batch.accumulation > 1 and layout.accumulate == "local"
@@ -346,6 +347,10 @@ class BlockBytes:
         moments = backward_moments(batch, kind, splits=step.splits)
         if kind.recompute == "full" and kind.block.routed and layout.ep > 1:
             moments += (_rows_return(batch, kind.block),)
+        before = [(again + each.size + each.own * width, each.arrived - each.own) for each in moments]
+        self.moments = before + [(again + each.size, each.arrived) for each in moments if each.own]
+        """Bytes inside the block at each moment of its backward pass, before a gradient enters its bucket and once it
+        is there, and how many parameters have theirs there."""
         self.first = again + max(each.size + each.arrived * width for each in moments)
         """Bytes inside the block whose gradients are the first."""
         self.adding = again + max(each.size + each.own * width for each in moments)
@@ -364,8 +369,6 @@ class BlockBytes:
             )
         self.backward = inside, step.stream / step.share
         """Bytes of the backward pass besides what is kept: inside the block, and of its residual stream."""
-        self.ending = self.kept / step.slices + again + moments[-1].size + self.backward[1]
-        """Bytes when its backward pass ends, if no other block keeps any."""
 
     def _experts_apart(self, adds: bool) -> tuple[tuple[float, float, float], ...]:
         """Returns the bytes by which ZeRO-3's experts, which are gathered and sent on their own, differ from what is

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import accumulate
 from math import ceil, prod
 from typing import Literal
 
@@ -158,15 +159,11 @@ def _in_buckets(
     folds: bool = False,
 ) -> tuple[MatrixWork, ...]:
     """Returns the matrices of flat buckets of at least `least` elements, of `which` weights."""
-    weights = [*(embedding_weights(model, model.vocab_size) if ends[0] else ())]
-    for kind, blocks in kinds:
-        weights += [
-            weight
-            for weight in _weights(model, kind, folds)
-            if which in ("all", "experts" if weight.routed else "dense")
-        ] * blocks
-    weights += head_weights(model, model.vocab_size) if ends[1] else ()
-    weights.reverse()
+    weights = [
+        weight
+        for weight in _in_backward(model, kinds, ends, folds)
+        if which in ("all", "experts" if weight.routed else "dense")
+    ]
     shapes = [weight.shape_on(tp, ep) for weight in weights]
     sizes = [prod(shape) for shape in shapes]
     shared: dict[int, list[SharedMatrix]] = {}
@@ -192,6 +189,26 @@ def _in_buckets(
         )
         for slices, matrices in shared.items()
     )
+
+
+def _in_backward(model: ModelConfig, kinds: Kinds, ends: tuple[bool, bool], folds: bool) -> list[Weight]:
+    """Returns the weights of these blocks and ends in the order of the backward pass."""
+    weights = [*(embedding_weights(model, model.vocab_size) if ends[0] else ())]
+    for kind, blocks in kinds:
+        weights += _weights(model, kind, folds) * blocks
+    weights += head_weights(model, model.vocab_size) if ends[1] else ()
+    return weights[::-1]
+
+
+@lru_cache(10_000)
+def bucket_ends(
+    model: ModelConfig, tp: int, ep: int, kinds: Kinds, ends: tuple[bool, bool], least: float, *, folds: bool
+) -> tuple[int, ...]:
+    """Returns how many trained parameters have gradients when each flat bucket of at least `least` elements is full."""
+    weights = _in_backward(model, kinds, ends, folds)
+    sizes = [each.size_on(tp, ep) for each in weights if not each.frozen]
+    total = list(accumulate(sizes))
+    return tuple(total[bucket[-1]] for bucket in in_buckets(sizes, least) if bucket)
 
 
 def _of_owners(matrices: Sequence[SharedMatrix], ranks: int, tp: int) -> tuple[Owned, ...]:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from math import inf
 from operator import mul
 from typing import Any, Literal
@@ -28,10 +28,11 @@ from phalanx.cost.held import (
     shards_of,
     table,
 )
-from phalanx.cost.matrices import matrix_work
+from phalanx.cost.matrices import bucket_ends, matrix_work
 from phalanx.cost.spec import StepSpec
 from phalanx.cost.state_formulas import Shards, StateBytes
 from phalanx.partition.derived import (
+    bucket_bytes,
     flushes,
     gathers_parameters,
     is_copied,
@@ -45,6 +46,7 @@ from phalanx.partition.derived import (
 from phalanx.partition.tensor_slices import head_tiles
 from phalanx.units import gib
 
+Sends = Callable[[float], tuple[float, float]]
 TILE_LOSS_TENSORS = 1, 1
 """Tensors as large as a tile's logits, in fp32 and in the width of the computation: its scores become probabilities and
 their gradient in place."""
@@ -256,19 +258,55 @@ class RankParts:
         messages in transit and of ZeRO-3's blocks and gradients on their way. `gradients`: those of all weights are
         counted already, also those of ZeRO-3 that are `unsent`. `modules`: of modules for further tokens alone."""
         found = (self._backward(runs, gradients, unsent=unsent, modules=modules) for runs in self.runs)
-        inside, fetched = max(found, key=sum)
+        inside, fetched, _ = max(found, key=sum)
         return inside + self.step.beside_gradient - self.step.gathered, self.step.gathered + self.between + fetched
 
+    def sending(self, *, stays: bool) -> Iterator[tuple[Moment, float, float, float, float]]:
+        """Yields the bytes of gradients, activations, logits and communication at the fullest moment of the backward
+        pass in which each stage sends the buckets of ZeRO-1 or 2, and at its end. `stays`: sums of earlier
+        micro-batches are there while the most are in flight."""
+        layout, step, buckets = self.layout, self.step, self.formulas.profile.keeps_buckets
+        total, m = sum(trained for _, trained, _ in self.shards), step.spec.batch.accumulation
+        if layout.zero not in (1, 2) or layout.shard_ranks == 1 or not buckets or self.formulas.offloads or not total:
+            return
+        embedding = 0 if self.model.freezes or not self.first else outside(self.model, layout.tp, True, False)
+        arrived = total - embedding - sum(run.many * run.block.trained for held in self.runs for run in held)
+        for place, held in reversed([*enumerate(self.runs)] * (not self.flight.deferring)):
+            passes = [(m, self._kept_of([(each <= place) / step.slices for each in range(len(self.runs))]))]
+            if layout.zero == 2 and layout.accumulate == "sharded":  # every micro-batch sends
+                passes.append((m if stays else 1, self.kept(self.flight.most)[0]))
+            for sums, kept in passes:
+                sends = partial(self._sent, sums, arrived)
+                inside, copies, gradients = self._backward(held, True, unsent=False, modules=False, sends=sends)
+                inside += step.beside_gradient - step.gathered
+                yield "backward", gradients, kept + inside, 0.0, step.gathered + copies
+            arrived += sum(run.many * run.block.trained for run in held)
+        copies, gradients = self._sent(m, total, 0.0)
+        yield "backward", gradients, 0.0, 0.0, copies
+
+    def _sent(self, sums: int, before: float, arrived: float) -> tuple[float, float]:
+        """Returns the bytes of copies and of gradients in buckets when those of `arrived` parameters have come after
+        those `before`, in the last of `sums` micro-batches."""
+        return self.formulas.sending(self.shards, self._buckets, sums, self.layout, before + arrived)
+
+    @cached_property
+    def _buckets(self) -> tuple[int, ...]:
+        kinds = tuple((kind.block, many) for held in self.blocks for kind, many in held)
+        layout, least = self.layout, bucket_bytes(self.layout) / self.width
+        ends = self.first, self.last
+        return bucket_ends(self.model, layout.tp, layout.ep_shard, kinds, ends, least, folds=layout.folds)
+
     def _backward(
-        self, held: Sequence[BlockRun], gradients: bool, *, unsent: bool, modules: bool
-    ) -> tuple[float, float]:
+        self, held: Sequence[BlockRun], gradients: bool, *, unsent: bool, modules: bool, sends: Sends | None = None
+    ) -> tuple[float, float, float]:
         """Returns the same for one stage, its blocks and gradients on their way alone. From block to block it gives up
         what it keeps and gets gradients of weights. Beside the first block in the backward pass, what is gathered
         stands for what the loss leaves; beside others it comes when the widest tensors have gone. Of blocks whose
-        activations are on the host, those of the one that computes and of the one before it are here."""
+        activations are on the host, those of the one that computes and of the one before it are here. Where buckets are
+        sent, `sends` returns what that takes, by how many parameters have gradients; the third number is of these."""
         blocks = self._blocks(held)
         if not blocks:
-            return self.step.stream / self.step.share, 0.0
+            return self.step.stream / self.step.share, 0.0, 0.0
 
         def moving(number: int, sent: float = 0.0) -> float:
             passing = self._passing(blocks[number - 1], unsent=unsent) if number else self.sent_last
@@ -277,7 +315,7 @@ class RankParts:
             again *= self.memory_profile.keeps_buckets and not self.memory_profile.copies_sums
             return self._fetched(blocks, number, self.ahead) + max(0.0, passing - sent) + again
 
-        most, given_up, arrived, sent, first = (-inf, 0.0), 0.0, 0.0, 0.0, 0
+        most, given_up, arrived, sent, first, done = (-inf, 0.0, 0.0), 0.0, 0.0, 0.0, 0, 0
         if self.flight.deferring:  # what every block has computed again waits for its weight gradients
             inside = max(sum(block.backward) for block in blocks)
             grown = [
@@ -285,7 +323,7 @@ class RankParts:
             ]
             moved = max((run.moved for run in held), default=0.0)
             moved += self._deferred_head() if self.last and held is self.runs[-1] else 0.0
-            return inside + max(0.0, sum(grown[1:])) + moved, max(map(moving, range(len(blocks))))
+            return inside + max(0.0, sum(grown[1:])) + moved, max(map(moving, range(len(blocks)))), 0.0
         adds = gradients and not self.memory_profile.gradients_stay and not gathers_parameters(self.layout)
         # Of gradients in flat buckets one bucket is counted already.
         bucket = 0.0 if self.layout.zero == 2 and self.layout.shard_ranks > 1 else self.bucket()
@@ -296,24 +334,29 @@ class RankParts:
                 arrived = 0.0 if self.formulas.offloads and self.layout.pp == 1 else self.head_gradient()
             elif self.model.tied and self.first and not self.model.freezes and (unsent or not self.units):
                 head = table(self.model, self.layout.tp) * self.width  # waits for that of the embedding
-        before, borrowed = [*held[-2::-1], None], dict[int, float]()
-        for run, later in zip(reversed(held), before, strict=True):
+        next_runs, borrowed = [*held[-2::-1], None], dict[int, float]()
+        for run, later in zip(reversed(held), next_runs, strict=True):
             block, many, window = run.block, run.many, run.block.kind.block.window
             inside, stream = block.backward
             inside = block.adding if adds else block.first if alone and not self.units else inside
-            sharded, trained = self._gradients(block), block.parameters.trained_dense + block.parameters.trained_experts
-            gained, reduced = 0 if gradients else sharded, trained * self.formulas.gradient - sharded if unsent else 0.0
+            sharded = self._gradients(block)
+            gained = 0 if gradients else sharded
+            reduced = block.trained * self.formulas.gradient - sharded if unsent else 0.0
             released = 0 if run.leaves else block.kept
             # Between them bytes grow or shrink evenly.
             for number in sorted({*range(min(many, 2)), *range(max(0, many - 1 - self.ahead), many)}):
-                here = block.opening if self.units and not first + number else inside
+                here, copies, summed = block.opening if self.units and not first + number else inside, 0.0, 0.0
+                if sends:
+                    before = done + number * block.trained
+                    here, copies, summed = max(((size, *sends(before + own)) for size, own in block.moments), key=sum)
                 here += stream - given_up - number * released + max(0.0, arrived + number * gained - bucket)
                 # Gradients of keys and values wait for the block that has lent them.
                 here += head + sum((borrowed | ({window: block.borrowed} if number else {})).values())
                 here += run.moved + (run.moved if number + 1 < many else later.moved if later else 0.0)
                 if block.kind.block.predicts or not modules:
-                    whole = moving(first + number, sent + number * reduced) if self.units else 0.0
-                    most = max(most, (here, whole), key=sum)
+                    whole = moving(first + number, sent + number * reduced) if self.units else copies
+                    most = max(most, (here, whole, summed), key=sum)
+            done += many * block.trained
             given_up, arrived, sent = given_up + many * released, arrived + many * gained, sent + many * reduced
             first += many
             if block.borrowed:
@@ -597,16 +640,18 @@ def _fullest(step: StepParts, flight: Flight) -> RankMemory:
     stays = step.formulas.stays(passes, max(map(sum, flight.most))) and not updates_each
     bucket = rank.bucket()
     early = state.early(stays, bucket)
-    again, moving = rank.backward(stays or state.unsent > 0, unsent=unsent)
+    sending = [*rank.sending(stays=stays)]
+    again, moving = rank.backward(stays or state.unsent > 0 or bool(sending), unsent=unsent)
     host, disk = step.formulas.beside(rank.shards)
     # Losses in chunks that wait for their backward pass have one gradient of the head.
     summed = rank.head_gradient() if rank.last and rank.logits_of and flight.losses > 1 else 0
+    # A loss in chunks adds to the head's gradient at once, also where others are deferred.
+    first = max(early, rank.head_gradient() * (bool(flight.deferring) and rank.logits_of > 0 and passes > 1))
     moments: list[tuple[Moment, float, float, float, float]] = [
         ("backward", early, kept + again, rank.waiting_logits(further=0) + summed, moving + whole),
-        ("loss", early, kept + hidden, logits + waiting, forward + rank.between),
+        ("loss", first, kept + hidden, logits + waiting, forward + rank.between),
     ]
-    ending = rank.runs[0][0].block.ending if rank.runs[0] else 0.0
-    moments.append(("backward", state.sent, ending * (state.sent > 0), 0.0, 0.0))
+    moments += sending
     if any(rank.sends) and memory_profile.saves_slopes and not flight.deferring:  # of other programs it is not known
         ends, sent, later_sent = rank.forward()
         moments.append(("forward", state.early(stays=False, bucket=bucket), ends, 0.0, sent + gathered + fetched))

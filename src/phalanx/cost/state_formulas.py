@@ -8,6 +8,7 @@ state is sharded.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -48,9 +49,6 @@ class StateBytes(NamedTuple):
     unsent: Any
     """Unsharded gradients that are there all the time: those that wait for the last micro-batch before ZeRO-2 or 3
     sends them, and those of buckets that keep their memory."""
-    sent: Any
-    """At the end of the last backward pass, when all buckets of ZeRO-1 or 2 are on their way: gradients, their shards,
-    and copies that a collective has of them."""
     beside: int
     """Whether buckets are filled beside shards of earlier micro-batches' sums (ZeRO-2)."""
     left: Any
@@ -76,7 +74,7 @@ class StateBytes(NamedTuple):
     def fullest(self, early: Any, activations: Any, whole: Any) -> Any:
         """Returns the bytes at the fullest moment of a step beside the context: in the passes `early` gradients,
         activations and what is `whole` for a moment are there; in the optimizer's step all gradients and copies."""
-        return self.held + larger(larger(early + activations + whole, self.sent), self.stepping)
+        return self.held + larger(early + activations + whole, self.stepping)
 
 
 class MemoryFormulas:
@@ -139,14 +137,7 @@ class MemoryFormulas:
             parameters = parameters + numbers * (each[0] * versions)
             gradients = gradients + trained * (each[1] * waiting + self.profile.passing_gradient_bytes)
             optimizer = optimizer + trained * each[2]
-        unsent = sent = 0.0
-        if zero in (1, 2) and self.profile.keeps_buckets and not self.offloads:
-            _, trained, ranks = zip(*shards, strict=True)
-            several = (zero == 2) * (1 + (micro_batches > 1) * (accumulate == "sharded"))
-            parts = (
-                n * (r > 1) * (self.profile.copies_sums + several / r) for n, r in zip(trained, ranks, strict=True)
-            )
-            sent = self.gradient * (sum(parts) + sum(trained) * (ranks[0] > 1))
+        unsent = 0.0
         if zero > 1 and accumulate == "local" and not self.profile.reduces_each:
             # With those of dense parameters, the first of `shards`, also those of experts that no rank shares.
             _, trained, ranks = zip(*shards, strict=True)
@@ -160,7 +151,7 @@ class MemoryFormulas:
         stay = shared * (zero == 3) * (self.resident > 0) if self.offloads else 1
         copied = self.copied(shards, data_ranks)
         beside = int(zero == 2 and accumulate == "sharded" and self.profile.keeps_buckets)
-        return StateBytes(parameters, gradients, optimizer, unsent, sent, beside, gradients * stay, copied)
+        return StateBytes(parameters, gradients, optimizer, unsent, beside, gradients * stay, copied)
 
     def beside(self, shards: Shards) -> tuple[Any, Any]:
         """Returns the bytes in host memory and on disk of an offloaded optimizer: its state with its own parameters,
@@ -202,6 +193,29 @@ class MemoryFormulas:
         """Returns the bytes of a bucket; on their way to the host one is summed while the next is filled."""
         whole = sum(trained for _, trained, _ in shards) * self.gradient
         return (data_ranks > 1) * smaller(whole, (2 if self.offloads else 1) * bucket_bytes(layout))
+
+    def sending(
+        self, shards: Shards, buckets: Sequence[int], micro_batches: int, layout: Layout, arrived: float
+    ) -> tuple[float, float]:
+        """Returns the bytes that a collective has copied, and those of gradients in flat buckets of ZeRO-1 or 2, when
+        those of `arrived` parameters have come in the last backward pass. `buckets`: how many have when each is full.
+        ZeRO-2 frees a bucket, but for its shard, when the next one is sent."""
+        total = sum(trained for _, trained, _ in shards)
+        moving = sum(trained for _, trained, ranks in shards if ranks > 1)
+        share = sum(trained / ranks for _, trained, ranks in shards if ranks > 1)
+        full = bisect_right(buckets, arrived)
+        before, sent, filling = (buckets[n] if n >= 0 else 0 for n in (full - 2, full - 1, min(full, len(buckets) - 1)))
+        sums, several = moving / total * self.gradient, micro_batches > 1
+        if layout.zero == 1:
+            return self.profile.copies_sums * sent * sums, total * self.gradient
+        whole = filling if arrived > sent else sent
+        if several and layout.accumulate == "local":
+            whole, several = total, False
+        summed = total + sent - before if several else sent
+        copies = self.profile.copies_sums * (sent - before) * sums
+        return copies, (whole - before) * sums + summed / total * share * self.gradient + (
+            total - moving
+        ) * self.gradient
 
     def keeps_whole(self, pp: int, *, reshard: bool) -> bool:
         """Returns whether ZeRO-3 has all of a rank's blocks whole at once."""

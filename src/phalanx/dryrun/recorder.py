@@ -248,7 +248,7 @@ class OperationRecorder(TorchDispatchMode):
                 return x.item()
         return float(x)
 
-    # What rehearse() tells
+    # rehearse() says when steps begin, when gradients are final, and when the last step has ended.
 
     def begins(self, stepper: Stepper) -> None:
         optimizer, mesh = stepper.optimizer, stepper.mesh

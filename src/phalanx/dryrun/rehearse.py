@@ -9,7 +9,8 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, cast
+from functools import partial
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -25,6 +26,7 @@ from phalanx.config.job import Job
 from phalanx.cost.generation import columns, lengths, texts_of
 from phalanx.cost.job_spec import rank_spec
 from phalanx.data.loader import MicroBatch
+from phalanx.dryrun.recorder import OperationRecorder
 from phalanx.dryrun.world import KNOWN_BYTES, Allocation, DryWorld, pretended
 from phalanx.errors import JobError
 from phalanx.generate.rollouts import TrainedDecoder
@@ -136,42 +138,13 @@ def distinct_ranks(job: Job) -> list[int]:
     return [stage * stride for stage in range(job.layout.pp)]
 
 
-class RehearsalObserver(Protocol):
-    """A dispatch mode of torch, which sees every operation of a rehearsal. The rehearsal tells it when steps begin,
-    when gradients are final, and when the last step has ended."""
-
-    def __enter__(self) -> Any: ...
-
-    def __exit__(self, exc_type: Any, exc_val: Any, exc_tb: Any) -> Any: ...
-
-    def begins(self, stepper: Stepper) -> None:
-        """Notes the parameters, before the first step."""
-        ...
-
-    def reads(self, micro_batches: Sequence[MicroBatch]) -> None:
-        """Notes a step's micro-batches, before the step."""
-        ...
-
-    def divides(self, factor: float) -> None:
-        """Notes by what a step's summed loss is multiplied, to make a mean over the tokens of all ranks."""
-        ...
-
-    def gradients(self, stepper: Stepper) -> None:
-        """Notes the final gradients of an update."""
-        ...
-
-    def ends(self, stepper: Stepper) -> None:
-        """Notes the parameters after the last step."""
-        ...
-
-
 def rehearse(
     job: Job,
     rank: int,
     vocab_size: int,
     device_type: str,
     steps: int | None = None,
-    observer: RehearsalObserver | None = None,
+    observer: OperationRecorder | None = None,
 ) -> RankRehearsal:
     """Runs `steps` steps of rank `rank` of a job; by default up to the first that is like all others: the optimizer's
     state is made at the end of the first step, and without a flush in the second. Raises JobError for a job that
@@ -215,7 +188,7 @@ def rehearse(
             )
             last = 0
             for number, _ in driver.steps():
-                dry.mark("optimizer", (x for of in stepper.optimizer.state_tensors().values() for x in of.values()))
+                dry.mark("optimizer", state_of(stepper.replica, stepper.optimizer))
                 if number < steps:
                     last = len(recording.calls)
             if observer:  # and what is left is for figures
@@ -287,6 +260,7 @@ class _MarkingStepper(Stepper):
     def __init__(self, job: Job, mesh: Mesh, device: torch.device, vocab_size: int, dry: DryWorld, observer: Any):
         super().__init__(job, mesh, device, vocab_size)
         self.dry, self.observer = dry, observer
+        watch_buckets(self.replica, dry.mark)
 
     def gradients(self, micro_batches: Sequence[MicroBatch], step: int, global_tokens: float) -> Tensor:
         heartbeat.enter_module("")  # that of the backward pass before
@@ -315,6 +289,12 @@ def parameters_of(replica: Replica, optimizer: ShardedOptimizer) -> list[Tensor]
     return [*found, *(shard.value for shard in optimizer.shards)]
 
 
+def state_of(replica: Replica, optimizer: ShardedOptimizer) -> list[Tensor]:
+    """Returns the tensors that hold a rank's optimizer state, and what compression keeps from step to step."""
+    found = [x for tensors in optimizer.state_tensors().values() for x in tensors.values()]
+    return [*found, replica.compression.state] if replica.compression else found
+
+
 def gradients_of(replica: Replica, optimizer: ShardedOptimizer) -> list[Tensor]:
     """Returns the tensors that hold a rank's gradients now."""
     found = [p.grad for p in replica.objective.parameters()]
@@ -325,11 +305,22 @@ def gradients_of(replica: Replica, optimizer: ShardedOptimizer) -> list[Tensor]:
     return [x for x in found if x is not None]
 
 
+def watch_buckets(replica: Replica, mark: Callable[[str, list[Tensor]], None]) -> None:
+    """Has the flat buffers of gradients marked where they are made: ZeRO-2's are gone before a step ends."""
+
+    def marked(buffer: Callable[[], Tensor]) -> Tensor:
+        mark("gradients", [found := buffer()])
+        return found
+
+    for bucket in replica.buckets if isinstance(replica, BucketReplica) else ():
+        bucket._buffer = partial(marked, bucket._buffer)
+
+
 class _DrawnFeed:
     """Random micro-batches of one rank: a Feed without data. They are those of the first rank, as large as any, or, if
     an `observer` compares ranks, its own."""
 
-    def __init__(self, job: Job, vocab_size: int, mesh: Mesh, observer: RehearsalObserver | None):
+    def __init__(self, job: Job, vocab_size: int, mesh: Mesh, observer: OperationRecorder | None):
         self.job, self.vocab_size, self.mesh, self.observer = job, vocab_size, mesh, observer
         # Steps after the ramps, which predictions are of.
         self.ramp = ramp_of(replace(job, train=replace(job.train, batch_ramp="", seq_ramp="")))

@@ -107,10 +107,7 @@ class Bucket:
         view = self._buffer()[slot.start : slot.stop].view_as(slot.parameter)
         gradient = slot.parameter.grad
         if gradient is not None and gradient.data_ptr() != view.data_ptr():
-            if slot.filled:
-                view.add_(gradient)
-            else:
-                view.copy_(gradient)
+            (view.add_ if slot.filled else view.copy_)(gradient)
             slot.filled = True
             stays = not self.transient and self.dtype == slot.parameter.dtype
             slot.parameter.grad = view if stays else None
@@ -158,8 +155,9 @@ class Bucket:
         return self.compression.all_reduce(own)
 
     def settle(self) -> None:
-        """Waits for the sum."""
-        assert self.work is not None, "settle follows reduce"
+        """Waits for the sum, unless that has been done."""
+        if self.work is None:
+            return
         self.work.wait()
         self.work = None
         if self.arriving is not None and self.reduced is not None:
@@ -239,8 +237,8 @@ class BucketReplica(Replica):
                     self.of_stage.setdefault(stages[0], []).append(self.buckets[-1])
         self.filling: list[Bucket] = []
         """Buckets to reduce after the current backward pass that have not been sent, in sending order."""
-        self.sent: Pending | None = None
-        """The sum that was started last."""
+        self.sent: Bucket | None = None
+        """The bucket whose sum was started last."""
         self.leaving: Bucket | None = None
         """The bucket that is summed for the last time and then leaves the device."""
         transformer = model.objective.model
@@ -284,16 +282,18 @@ class BucketReplica(Replica):
             self._reduce(self.filling.pop(0))
 
     def _reduce(self, bucket: Bucket) -> None:
-        """Starts summing a bucket. The one before it, if its sum is final, leaves the device first: so two of them are
-        there at most, one that is summed and one that is filled."""
+        """Starts summing a bucket. The one before it leaves the device first if its sum is final, and is freed if it is
+        transient: so two of them are there at most, one that is summed and one that is filled."""
         if self.move is not None and self.final:
             before, self.leaving = self.leaving, bucket
             if before is not None:
                 self._leave(before)
-        if isinstance(self.sent, Phases):
-            self.sent.advance()  # its second message travels beside this bucket's first one
+        if self.sent is not None and self.sent.transient:
+            self.sent.settle()
+        elif self.sent is not None and isinstance(self.sent.work, Phases):
+            self.sent.work.advance()  # its second message travels beside this bucket's first one
         bucket.reduce(self.before_sum)
-        self.sent = bucket.work
+        self.sent = bucket
 
     def _leave(self, bucket: Bucket) -> None:
         """Lets the shards of a bucket that is being summed leave the device, but for those with a part of the gradient

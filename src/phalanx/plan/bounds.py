@@ -97,10 +97,6 @@ class StepBytes:
         self.kinds = {kind: self.tables.activations(kind, group.mode, group.inner) for kind in group.kinds}
         self.loss = self.tables.loss(group.inner)
         self.activations = self._activations(np.zeros(len(group.shares)))
-        endings = [np.minimum.reduce([self.kinds[kind][..., 4] for kind, _ in one.blocks]) for one in group.shares]
-        self.ending: Floats = np.stack(endings) / slices_of(
-            _pipeline(self.tables.space.base, group.pp, group.scheduled.schedule)
-        )
         self.states: dict[tuple[int, str], StateBytes] = {}
         self.whole: dict[bool, tuple[Floats, Floats]] = {}
 
@@ -117,7 +113,6 @@ class StepBytes:
         """Returns the bytes of the fullest rank. Of ranks with the same contents the first has the most in flight."""
         zero, reshard, accumulate = STATES[state]
         found = self._state(zero, accumulate)
-        found = found._replace(sent=found.sent + (np.asarray(found.sent) > 0) * self.ending)
         whole, activations = 0.0, self.activations
         if zero == 3 and not self.formulas.profile.gathers_matrices:
             whole, activations = self._whole(reshard)

@@ -201,7 +201,7 @@ class Tables:
         def ask(spec: StepSpec) -> list[tuple[float, ...]]:
             step = StepSizes(spec)
             found = [BlockBytes(step, LayerKind(block, mode)) for mode in RECOMPUTE]
-            return [(one.kept, sum(one.backward), step.under_way, one.deferred, one.ending) for one in found]
+            return [(one.kept, sum(one.backward), step.under_way, one.deferred) for one in found]
 
         if block not in self._activations:
             on = (TP, SP, CP, ULYSSES, EP, ETP) if block.routed else (TP, SP, CP, ULYSSES)
