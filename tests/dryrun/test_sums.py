@@ -147,6 +147,7 @@ JUDGED = (
         "latent",
         "tp=2,pp=2,sp=true,sp_regather=true,accumulation=4,recompute_cut=1*full+2*selective+1*none model.n_layers=4",
     ),
+    ("experts", "cp=2,ep=2,dispatch=tokens,ep_overlap=true,micro_batch=3,recompute=full model.n_layers=2"),
     ("chosen keys", "dp_shard=2,tp=2,tiles=2,tile=all,sp=true,recompute=full model.n_layers=2"),
 )
 """Of `matrix`, models and layouts on up to 4 ranks in which every pair of PAIRED meets, and everything else is."""

@@ -45,13 +45,13 @@ class SmallProducts:
         adds = out is not None
         out = x.new_empty(sizes[:2]) if out is None else out
         rows, columns, sums = (list(_blocks(size, most)) for size, most in zip(sizes, BLOCK, strict=True))
-        turned = x.new_empty(sizes[0], sums[0][1] + PADDING)
-        for term, terms in sums:
-            self.transpose(turned[None, :, :terms], gradient[None, term : term + terms])
+        turned = x.new_empty(rows[0][1], sums[0][1] + PADDING)
+        for (term, terms), (row, height) in product(sums, rows):
+            self.transpose(turned[None, :height, :terms], gradient[None, term : term + terms, row : row + height])
             flags = _flag(adds or term > 0), _flag(False)
-            for (column, width), (row, height) in product(columns, rows):
+            for column, width in columns:
                 shape = map(_number, (height, width, terms, turned.stride(0), x.stride(0), out.stride(0)))
-                places = _place(turned, row, 0), _place(x, term, column), _place(out, row, column)
+                places = _place(turned, 0, 0), _place(x, term, column), _place(out, row, column)
                 self._multiply(*shape, flags[0], *places, flags[1])
         return out
 
