@@ -133,18 +133,23 @@ def backward_moments(place: Place, kind: LayerKind, *, splits: bool = False) -> 
     return tuple(found)
 
 
-def _rows_return(place: Place, kind: BlockKind) -> Moment:
-    """Returns the moment of a repeated forward pass at which experts' outputs go back, beside what the block saves but
-    for what comes later: these in both orders, and the outputs of shared experts and attention."""
-    rows = routed_rows(place) * (place.model.moe.latent or place.model.d_model) / place.routed_share
-    rows /= len(place.halves)
-    outputs = place.hidden / place.token_share * (1 + (place.model.moe.n_shared > 0))
-    later, shares = 0.0, _shares(place)
+def _experts_again(place: Place, kind: BlockKind) -> Moment:
+    """Returns the fullest moment of the experts in a repeated forward pass, beside what the block saves but for what
+    comes later: their outputs go back in both orders, beside those of shared experts and attention; or, without expert
+    parallelism, both are joined, and tensor ranks sum them."""
+    moe, later, shares = place.model.moe, 0.0, _shares(place)
+    if place.ep > 1:
+        rows = routed_rows(place) * (moe.latent or place.model.d_model) / place.routed_share
+        here = 2 * rows / len(place.halves) + place.hidden / place.token_share * (1 + (moe.n_shared > 0))
+    else:
+        joined = 2 if moe.n_shared and moe.own_norms else 1
+        here = place.hidden * joined * (1 + (place.token_share > 1 and place.profile.copies_sums))
+        here += 2 * place.hidden * (moe.n_shared > 0)
     for operator in half_block(place, kind, "feed_forward")[::-1]:
         if operator.name.startswith(("combine", "shared", "experts")):
             break
         later += place.tokens * sum(each.size / shares[each.cut] for each in operator.saved)
-    return Moment(((2 * rows + outputs) * place.width - later) / place.slices, 0, 0, 1)
+    return Moment((here * place.width - later) / place.slices, 0, 0, 1)
 
 
 def _backward_order(place: Place, kind: BlockKind, half: Half) -> Sequence[Operator]:
@@ -345,8 +350,8 @@ class BlockBytes:
         adds = step.spec.batch.accumulation > 1 and layout.accumulate == "local"
         batch = whole_place._replace(sequences=step.spec.batch.micro_batch, documents=step.spec.document_mask)
         moments = backward_moments(batch, kind, splits=step.splits)
-        if kind.recompute == "full" and kind.block.routed and layout.ep > 1:
-            moments += (_rows_return(batch, kind.block),)
+        if kind.recompute == "full" and kind.block.routed and (layout.ep > 1 or layout.tp > 1):
+            moments += (_experts_again(batch, kind.block),)
         before = [(again + each.size + each.own * width, each.arrived - each.own) for each in moments]
         self.moments = before + [(again + each.size, each.arrived) for each in moments if each.own]
         """Bytes inside the block at each moment of its backward pass, before a gradient enters its bucket and once it
