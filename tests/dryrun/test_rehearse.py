@@ -194,7 +194,8 @@ def test_a_rehearsed_rank_does_what_a_real_one_does(ranks, name, layout):
         print(rank, *((part, parts[part], rehearsed.peak_bytes[part]) for part in PARTS))
         total = sum(parts.values())
         assert rehearsed.peak == pytest.approx(total, rel=0.03)
-        assert rehearsed.peak_bytes == pytest.approx(parts, rel=0.03, abs=0.005 * total)
+        # Indices that the guard made before the first step are among the rehearsed bytes alone.
+        assert rehearsed.peak_bytes == pytest.approx(parts, rel=0.03, abs=max(0.005 * total, 2**13))
 
 
 def test_tokens_are_divided_evenly_among_experts(ranks):
