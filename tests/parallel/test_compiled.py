@@ -194,7 +194,7 @@ OUTSIDE = 3
 
 
 class Found(NamedTuple):
-    """What the steps of a model have computed."""
+    """The outcome of a model's steps."""
 
     loss: Tensor
     gradients: dict[str, Tensor]

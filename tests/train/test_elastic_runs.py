@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Self
 
 import pytest
 import torch
@@ -59,6 +60,19 @@ class Launched:
         with self.log.open("a") as log:
             command = [sys.executable, "-c", NODE, role, *self.words, "--oversubscribe"]
             return subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        """Stops the run, which must end as one that can go on."""
+        try:
+            if kind is None:
+                self.process.send_signal(signal.SIGTERM)
+                assert self.process.wait(PATIENCE_S) == 75, self.log.read_text()
+        finally:
+            self.process.kill()
+            self.process.wait()
 
     def until(self, happened: Callable[[], bool]) -> None:
         end = time.monotonic() + PATIENCE_S
@@ -111,18 +125,12 @@ def require_one_process(ranks, launched: Launched) -> None:
 
 
 def test_a_run_whose_replicas_die_and_come_back_equals_one_process(ranks, tmp_path):
-    launched = Launched(tmp_path)
-    try:
+    with Launched(tmp_path) as launched:
         for replica, rank, changes in ((1, 1, 3), (0, 0, 5)):  # the second one leads
             launched.further_steps(2)
             launched.kill(replica, rank)
             launched.until(partial(launched.has, "replicas", changes))
         launched.further_steps(2)
-        launched.process.send_signal(signal.SIGTERM)
-        assert launched.process.wait(PATIENCE_S) == 75, launched.log.read_text()
-    finally:
-        launched.process.kill()
-        launched.process.wait()
     members = [(row["members"], row["lost"]) for row in launched.rows("replicas")]
     assert members == [([0, 1], []), ([0], [1]), ([0, 1], []), ([1], [0]), ([1, 0], [])]
     told = [sentence for *_, kind, sentence in history(read_run(tmp_path / "elastic")) if kind == "replicas"]
@@ -194,16 +202,11 @@ def test_an_outer_step_of_diloco_takes_the_replicas_that_are_there(ranks, tmp_pa
         "checkpoint.every=4",
         "checkpoint.keep=0",
     )
-    try:
+    with launched:
         launched.further_steps(6)
         launched.kill(1, 0)
         launched.until(partial(launched.has, "replicas", 3))
         launched.further_steps(4)
-        launched.process.send_signal(signal.SIGTERM)
-        assert launched.process.wait(PATIENCE_S) == 75, launched.log.read_text()
-    finally:
-        launched.process.kill()
-        launched.process.wait()
     rows = launched.rows("replicas")
     assert [(row["members"], row["lost"]) for row in rows] == [([0, 1], []), ([0], [1]), ([0, 1], [])]
     steps = launched.rows("step")
@@ -217,18 +220,12 @@ def test_an_outer_step_of_diloco_takes_the_replicas_that_are_there(ranks, tmp_pa
 @SLOW
 def test_a_replica_that_is_late_copies_the_state_after_the_outer_step_that_it_missed(tmp_path):
     seldom = "layout.sync_every=40"  # so that the signal comes between outer steps
-    launched = Launched(tmp_path, "layout.dp_shard=1", "layout.sync=diloco", seldom, "run.sync_grace_s=0.5")
-    try:
+    with Launched(tmp_path, "layout.dp_shard=1", "layout.sync=diloco", seldom, "run.sync_grace_s=0.5") as launched:
         launched.further_steps(6)
         for number, changes in ((signal.SIGSTOP, 2), (signal.SIGCONT, 3)):
             launched.kill(1, 0, number)
             launched.until(partial(launched.has, "replicas", changes))
             launched.further_steps(6)
-        launched.process.send_signal(signal.SIGTERM)
-        assert launched.process.wait(PATIENCE_S) == 75, launched.log.read_text()
-    finally:
-        launched.process.kill()
-        launched.process.wait()
     assert [row["members"] for row in launched.rows("replicas")] == [[0, 1], [0], [0, 1]]
     assert "Restart" not in launched.log.read_text()
     steps = launched.rows("step")
@@ -238,17 +235,11 @@ def test_a_replica_that_is_late_copies_the_state_after_the_outer_step_that_it_mi
 @SLOW
 @pytest.mark.parametrize("words", ["layout.dp_shard=1 layout.compression=int8", "layout.compression=int4"])
 def test_replicas_that_come_and_go_send_the_codes_that_others_send(words, ranks, tmp_path):
-    launched = Launched(tmp_path, *words.split())
-    try:
+    with Launched(tmp_path, *words.split()) as launched:
         launched.further_steps(4)
         launched.kill(0, 0)
         launched.until(partial(launched.has, "replicas", 3))
         launched.further_steps(2)
-        launched.process.send_signal(signal.SIGTERM)
-        assert launched.process.wait(PATIENCE_S) == 75, launched.log.read_text()
-    finally:
-        launched.process.kill()
-        launched.process.wait()
     steps = launched.rows("step")
     assert [row["step"] for row in steps] == list(range(1, len(steps) + 1))
     first = int(launched.rows("replicas")[1]["step"])
@@ -271,17 +262,11 @@ def test_replicas_that_come_and_go_send_the_codes_that_others_send(words, ranks,
     ],
 )
 def test_replicas_that_come_and_go_compose_with(words, ranks, tmp_path):
-    launched = Launched(tmp_path, *words.split())
-    try:
+    with Launched(tmp_path, *words.split()) as launched:
         launched.further_steps(2)
         launched.kill(0, 0)
         launched.until(partial(launched.has, "replicas", 3))
         launched.further_steps(2)
-        launched.process.send_signal(signal.SIGTERM)
-        assert launched.process.wait(PATIENCE_S) == 75, launched.log.read_text()
-    finally:
-        launched.process.kill()
-        launched.process.wait()
     require_one_process(ranks, launched)
 
 

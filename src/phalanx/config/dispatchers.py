@@ -25,8 +25,8 @@ class DispatcherEntry:
     """`make(ep, near, far)` returns the `dispatch` of mixtures of experts (model/moe.py) over the axes of all expert
     ranks, of neighbours, and of the ranks at one place of every group of these (layout.ep_node)."""
     sends: Literal["rows", "tokens"]
-    """What it is predicted and rehearsed to send: a row per token and expert, or each token once to every rank with
-    some of its experts."""
+    """The messages that prediction and rehearsal count: a row per token and expert, or each token once to every rank
+    with some of its experts."""
     modules: tuple[str, ...] = ()
     """The modules that it imports, which must be installed."""
     install: str = ""

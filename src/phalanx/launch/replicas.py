@@ -221,7 +221,7 @@ class ReplicaCoordinator:
         self._server = _RankServer((host, 0), self)
         self.address = host, self._server.server_address[1]
         self.where = {"host": host, "port": self.address[1], "key": self.key}
-        """What a replica's ranks need to know, beside its number."""
+        """The coordinator's address and key, which a replica's ranks need beside its number."""
         for work in (self._server.serve_forever, self._tick):
             threading.Thread(target=work, name="phalanx-replicas", daemon=True).start()
 

@@ -384,7 +384,7 @@ class RoutedTokens(NamedTuple):
     """The tokens of a layer, with their experts."""
 
     tokens: Tensor
-    """What the routed experts read, (tokens, d_model)."""
+    """The input of the routed experts, (tokens, d_model)."""
     chosen: Tensor
     """Each token's experts, (tokens, top_k), by their numbers or, from `order` on, in the order of rows."""
     gates: Tensor

@@ -181,6 +181,11 @@ class FoldedSequences(Sequences):
         return torch.arange(self.tp.rank * here, (self.tp.rank + 1) * here, device=x.device) // seq
 
 
+def _lengths(ends: Tensor) -> Tensor:
+    """Returns the lengths of runs that follow each other, of which these are the ends."""
+    return ends.long().diff(prepend=ends.new_zeros(1))
+
+
 def _gather_counts(ep: Axis, counts: Tensor) -> Tensor:
     """Returns the numbers `counts` of every rank, (ranks, numbers)."""
     every = counts.new_empty(ep.size, len(counts))
@@ -225,10 +230,7 @@ class RowExchange:
     @uncompiled
     def _start(self, moe: MixtureOfExperts, routed: RoutedTokens, rows: Tensor) -> RowFlight:
         ep, n, ends = self.ep, moe.config.moe.n_experts, routed.slots.ends
-        if ends is None:
-            counts = torch.full((ep.size, n), len(rows) // n)
-        else:
-            counts = _gather_counts(ep, ends.long().diff(prepend=ends.new_zeros(1)))
+        counts = torch.full((ep.size, n), len(rows) // n) if ends is None else _gather_counts(ep, _lengths(ends))
         # The host waits here for the device, once per layer and forward pass: an all-to-all needs to be told its sizes.
         table, mine = counts.tolist(), experts_of(n, ep.size, ep.rank)
         blocks = [line[mine.start : mine.stop] for line in table]
@@ -268,7 +270,7 @@ class RowFlight:
     ends: Ends
     """The end of the rows of each expert here."""
     arriving: Tensor | None
-    """What the path takes to wait for rows."""
+    """The argument of `wait` of the path that the rows are on."""
 
     @uncompiled
     def compute(self) -> None:
@@ -317,8 +319,9 @@ class TokenExchange:
         first = ranks.diff(dim=-1, prepend=ranks.new_full((len(ranks), 1), -1)) != 0
         once = ranks.where(first, size).sort(-1).values[:, :size]
         slots = slots_of(once, size, once < size)
+        assert slots.ends is not None, "ranks have different numbers"
         experts = torch.searchsorted(chosen.flatten().sort().values, torch.arange(n, device=chosen.device), right=True)
-        counts = torch.cat([_reached(slots.ends, chosen, n), experts.diff(prepend=experts.new_zeros(1))])
+        counts = torch.cat([_lengths(slots.ends), _lengths(experts)])
         table = _gather_counts(self.ep, counts).tolist()
         to, of = table[rank][:size], [line[rank] for line in table]
         sent, mine = sum(to), experts_of(n, size, rank)
@@ -369,12 +372,6 @@ def token_exchange(ep: Axis, *_: Axis) -> TokenExchange:
     return TokenExchange(ep)
 
 
-def _reached(ends: Ends, chosen: Tensor, n: int) -> Tensor:
-    """Returns the number of tokens for each rank, of which `ends` are the ends in their order."""
-    assert ends is not None, "ranks have different numbers"
-    return ends.long().diff(prepend=ends.new_zeros(1))
-
-
 @dataclass
 class TokensSent:
     """Tokens that TokenExchange has sent."""
@@ -384,9 +381,9 @@ class TokensSent:
     out: _ExchangeRows
     numbers: _ExchangeRows
     arriving: Tensor | None
-    """What `out` takes to wait for tokens and gates."""
+    """The argument of `out.wait`, for tokens and gates."""
     names: Tensor
-    """What `numbers` takes to wait for the experts' numbers."""
+    """The argument of `numbers.wait`, for the experts' numbers."""
     mine: range
     """The experts here."""
     rows: int
