@@ -643,5 +643,5 @@ def pretended(
             # Modules that are moved get new parameters instead of new memory under the old ones.
             (torch.__future__, "get_overwrite_module_params_on_conversion", lambda: True),
         ):
-            held.enter_context(mock.patch.object(target, name, stand_in, create=True))
+            held.enter_context(mock.patch.object(target, name, stand_in))
         yield dry

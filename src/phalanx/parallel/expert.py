@@ -319,9 +319,8 @@ class TokenExchange:
         first = ranks.diff(dim=-1, prepend=ranks.new_full((len(ranks), 1), -1)) != 0
         once = ranks.where(first, size).sort(-1).values[:, :size]
         slots = slots_of(once, size, once < size)
-        assert slots.ends is not None, "ranks have different numbers"
         experts = torch.searchsorted(chosen.flatten().sort().values, torch.arange(n, device=chosen.device), right=True)
-        counts = torch.cat([_lengths(slots.ends), _lengths(experts)])
+        counts = torch.cat([_reached(slots.ends, chosen, n), _lengths(experts)])
         table = _gather_counts(self.ep, counts).tolist()
         to, of = table[rank][:size], [line[rank] for line in table]
         sent, mine = sum(to), experts_of(n, size, rank)
@@ -370,6 +369,13 @@ def arrived(tokens: Tensor, chosen: Tensor, gates: Tensor, experts: int, rows: i
 def token_exchange(ep: Axis, *_: Axis) -> TokenExchange:
     """Returns the dispatcher of tokens among all ranks of `ep` at once."""
     return TokenExchange(ep)
+
+
+def _reached(ends: Ends, chosen: Tensor, n: int) -> Tensor:
+    """Returns the number of tokens for each rank, of which `ends` are the ends. A rehearsal, whose routers choose
+    nothing, puts a function of its own here, which needs the `chosen` ones among `n` experts."""
+    assert ends is not None, "ranks have different numbers"
+    return _lengths(ends)
 
 
 @dataclass
