@@ -265,8 +265,9 @@ def _router(place: Place, spread: Spread) -> Operator:
         or (moe.n_shared and saved_input(place, "feed_forward", "moe.shared.up", "moe.shared.gate"))
     )
     read = model.d_model * place.width if reads else 0
-    # Tensor ranks that fold gather nothing here.
+    # Tensor ranks that fold gather nothing here. In place of experts' rows, the input that one scale wrote stays.
     cheap = read * model.norms_inputs if place.folds else place.repeats_input(read, regathered=False)
+    cheap -= read * moe.own_norms
     gates = moe.top_k * (INDEX + (WIDE if moe.renormalise else 0)) + (2 * WIDE if moe.renormalise else 0)
     gates += moe.top_k * place.width  # as they multiply the experts' outputs
     gates += 2 * moe.top_k * WIDE * moe.own_norms

@@ -210,7 +210,7 @@ class SavedTensor(NamedTuple):
     inside: bool = False
     """Whether it lies inside the attention core, which selective recomputation repeats."""
     cheap: float = 0.0
-    """The part of `size` that recompute=products computes again without a matrix product."""
+    """The part of `size` that recompute=products computes again without a matrix product, less what stays for that."""
     repeated: bool = False
     """Whether recompute=mlp computes it again, too."""
     across: bool = False

@@ -148,6 +148,13 @@ class RankParts:
             return 0
         return self.formulas.bucket(self.shards, self.step.data_ranks, self.layout)
 
+    def late_bucket(self) -> float:
+        """Returns the bytes of the first bucket if it is made with the first gradient of a micro-batch, when the
+        gradient of the logits has been used."""
+        layout = self.layout
+        late = layout.zero == 2 and layout.shard_ranks > 1 and self.formulas.profile.keeps_buckets
+        return self.bucket() if late and not self.flight.deferring else 0
+
     def _runs(self, held: Sequence[tuple[LayerKind, int]], stage: int) -> list[BlockRun]:
         """Returns the blocks of a stage as runs, those first whose activations leave the device."""
         leaving = len(offloaded_layers(self.layout, self.step.cut[stage]))
@@ -421,10 +428,11 @@ class RankParts:
         """Tokens that have logits at once in a loss in chunks; 0 without chunks."""
         return self.layout.logits_of(int(self.step.pass_tokens))
 
-    def logits(self, *, least: bool = False, arriving: float = 0.0) -> tuple[float, float]:
+    def logits(self, *, least: bool = False, arriving: float = 0.0, bucket: float = 0.0) -> tuple[float, float]:
         """Returns the bytes of the logits at the peak of the loss, or of what the final norm's backward pass adds if
         that is more, and of the inputs of head and final norm. `least`: without the gradient of the head, as in the
-        layouts that count it elsewhere; `arriving`: what else is there once the loss is computed."""
+        layouts that count it elsewhere; `arriving`: what else is there once the loss is computed; `bucket`: what is
+        counted beside them and comes with the head's gradient (late_bucket)."""
         if not self.last:
             return 0, 0
         step, layout = self.step, self.layout
@@ -444,7 +452,8 @@ class RankParts:
         if self.memory_profile.saves_slopes and not self.logits_of and tiles == 1 and not self.flight.deferring:
             slopes = tokens * rows * self.width + (0 if least else self.head_gradient())
             most = max(most, slopes + step.stream + arriving)
-        return max(most, step.final_norm - step.head_reads + arriving), read
+        given = step.stream + (0 if least else self.head_gradient()) if bucket and not self.logits_of else 0
+        return max(most - bucket, given, step.final_norm - step.head_reads + arriving), read
 
     def waiting_logits(self, *, later: bool = False, further: int | None = None) -> float:
         """Returns the bytes of what the loss saves (the gradient of the logits, log-probabilities in fp32, or logits)
@@ -632,7 +641,8 @@ def _fullest(step: StepParts, flight: Flight) -> RankMemory:
     (whole, head), (last, fetched) = rank.whole(), rank.fetched_in_loss()
     gathered = whole
     arrives, later = rank.is_whole_loss(), head + fetched - last
-    (logits, hidden), waiting = rank.logits(arriving=later if arrives else 0.0), rank.waiting_logits()
+    late = 0.0 if state.unsent else rank.late_bucket()
+    (logits, hidden), waiting = rank.logits(arriving=later if arrives else 0.0, bucket=late), rank.waiting_logits()
     forward, whole = whole + last + rank.sent_last + (0.0 if arrives else later), whole + (0.0 if unsent else head)
     # Where all are in flight at once, none has left gradients yet.
     passes = step.spec.batch.accumulation * len(flight.held)
