@@ -104,7 +104,8 @@ def backward_moments(place: Place, kind: LayerKind, *, splits: bool = False) -> 
             # Beside an adapter's gradient and their sum.
             for times, (weight, shape) in enumerate(zip(matrices, shapes, strict=True), 1 + adapted * (1 + splits)):
                 done += 0 if weight.frozen else weight.size_on(place.tp, place.ep_shard)
-                found.append(Moment(here + arriving + times * inputs, done, arrived + done, experts))
+                beside = max(arriving, inputs * adapted)  # the gradient of the output goes before the sum is made
+                found.append(Moment(here + beside + times * inputs, done, arrived + done, experts))
                 arriving -= row * shape[-2] if len(shapes) > 1 else 0
             if splits and not (matrices[0].frozen or operator.detached):
                 live += outputs + inputs
@@ -186,7 +187,9 @@ def _held(place: Place, operators: Sequence[Operator], mode: Mode) -> list[_Held
             if tensor.operator in _HIDDEN:
                 down = f"{tensor.operator}.down" if tensor.operator == "mlp" else f"moe.{tensor.operator}.down"
                 part = size * saved_input(place, "feed_forward", down) / hidden_bytes(place, tensor.operator)
-                found.append(_Held(part, min(part, kept) if kept == size else 0.0, first, number))
+                # Only an adapter's matrix, whose backward pass comes before that of a frozen one, needs its input.
+                before = number - (number > 0 and operators[number - 1].name.endswith(A))
+                found.append(_Held(part, min(part, kept) if kept == size else 0.0, min(first, before), before))
                 size, kept, last = size - part, kept - part if kept == size else kept, number + 1
             found.append(_Held(size, kept, first, last))
     return found
