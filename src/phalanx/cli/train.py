@@ -22,6 +22,8 @@ from phalanx.config.corpora import CORPORA
 from phalanx.config.job import Job
 from phalanx.echo import echo
 from phalanx.errors import JobError, PhalanxError
+from phalanx.gc import gc_paused
+from phalanx.launch.accelerators import accelerators
 from phalanx.launch.output import unblocked
 from phalanx.launch.ranks import LOG_DIR, SINGLE, Ranks, first_replica, threads_for
 from phalanx.partition.derived import gathers_parameters
@@ -175,7 +177,6 @@ def _require_room(job: Job, ranks: Ranks | None = None, *, oversubscribe: bool) 
     started (`ranks`). Such a rank may see only its own share of cores and accelerators: all cores of the host count,
     and accelerators are not counted."""
     from phalanx.launch import grid
-    from phalanx.launch.accelerators import accelerators
 
     device, devices = job.cluster.device, 0
     if device != "cpu":
@@ -240,7 +241,7 @@ def preload(job: Job) -> list[str]:
     modules = ["phalanx.cli.train", "phalanx.train.rank", "safetensors.torch"]
     if gathers_parameters(job.layout):
         modules += ["phalanx.parallel.fsdp", "torch._dynamo"]
-    elif job.layout.recompute != "none" or compiles(job):
+    elif job.layout.recompute != "none" or compiles(job, accelerators(job.cluster.device)[0]):
         modules.append("torch._dynamo")
     return modules
 
@@ -255,7 +256,8 @@ def _nodes(loaded: LoadedJob, directory: RunDirectory) -> Nodes:
 
 
 def _be_a_rank(job: Job, ranks: Ranks, log_file: Path | None, as_json: bool, store: Store | None = None) -> int:
-    from phalanx.train.rank import train
+    with gc_paused():
+        from phalanx.train.rank import train
 
     summary = train(job, ranks, log_file, store)
     if ranks.rank == 0 and first_replica():

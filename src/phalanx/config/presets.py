@@ -80,7 +80,7 @@ def _by_plain_name() -> dict[str, str]:
 def named(text: str) -> str:
     """Returns the preset that a text names: in other spelling ("Llama3.1_8B"), or as a repository on the Hugging Face
     hub ("meta-llama/Llama-3.1-8B"). Returns the text itself if it names none, or a file."""
-    if text.startswith(FROM_FILE):
+    if not text or text.startswith(FROM_FILE):  # for the name of none all presets would be read
         return text
     return text if text in CATALOGUE else _by_plain_name().get(plain_name(text), text)
 

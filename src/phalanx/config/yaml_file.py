@@ -122,8 +122,8 @@ def _walk(node: yaml.MappingNode, prefix: str, name: str, settings: list[Setting
                 problems.append(f"{origin}: unknown section {path}{hint}")
         else:
             target = path if path in leaves() or path == layout_line.SECTION else SECTION_SHORTHAND.get(path)
-            inner = [leaf.rpartition(".")[2] for leaf in leaves() if leaf.startswith(f"{path}.")]
-            if target is None and inner:
+            inside = leaves() if target is None else ()
+            if inner := [leaf.rpartition(".")[2] for leaf in inside if leaf.startswith(f"{path}.")]:
                 problems.append(f"{origin}: {path} is a section, not one value; its fields: {listed(inner, 6)}")
             elif target is None:
                 hint = _meant_key(path, key, value) if len(problems) < MOST_PROBLEMS else ""
