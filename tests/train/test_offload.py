@@ -85,19 +85,6 @@ NARROW = ("adamw state=8bit", "adamw state=bf16 master=none", "sgd master=none r
 RULES = [("adamw", "fp32"), *((name, "bf16") for name in ("adamw", "sgd", "lion", *NARROW))]
 
 
-@pytest.mark.parametrize(("name", "precision"), RULES)
-def test_every_elementwise_optimizer_computes_the_same_bits(ranks, name, precision):
-    layout, model = Layout(dp_shard=2, zero=1), replace(EXPERTS, vocab_size=VOCAB)
-    job = job_of(layout, model, name, precision=precision)
-    plain, offloaded = (
-        ranks(steps, 2, replace(job, layout=replace(layout, offload=place)), VOCAB)[0]
-        for place in ("none", "optimizer")
-    )
-    assert plain[0] == offloaded[0]
-    for parameter, tensor in plain[2].items():
-        assert torch.equal(offloaded[2][parameter], tensor), parameter
-
-
 def counted(ranks, job: Job, limit: int, count: int = 2) -> tuple[int, int, dict[str, int], list[float]]:
     """Peaks of device and host, and copied bytes and losses of the first `count` steps, of a rank whose device has
     `limit` bytes. The chunks in which the host updates are as small beside this model as beside those that need it."""
@@ -349,14 +336,18 @@ def test_state_in_files_equals_one_process(ranks, one_process, tmp_path, layout)
 
 
 @pytest.mark.parametrize(("name", "precision"), RULES)
-def test_every_optimizer_computes_the_bits_of_host_memory(ranks, tmp_path, name, precision):
+def test_every_elementwise_optimizer_computes_the_same_bits_everywhere(ranks, tmp_path, name, precision):
     layout, model = Layout(dp_shard=2, zero=1, ep=2), replace(EXPERTS, vocab_size=VOCAB)
-    job = job_of(replace(layout, offload="optimizer"), model, name, precision=precision)
-    on_host, *_ = ranks(steps, 2, job, VOCAB, 3)
-    found, *_ = ranks(in_small_buffers, 2, replace(job, layout=in_files_of(layout, tmp_path)), VOCAB, 3)
-    assert on_host[0] == found[0]
-    for parameter, tensor in on_host[2].items():
-        assert torch.equal(found[2][parameter], tensor), parameter
+    job = job_of(layout, model, name, precision=precision)
+    expected, *_ = ranks(steps, 2, job, VOCAB, 3)
+    for run, place in (
+        (steps, replace(layout, offload="optimizer")),
+        (in_small_buffers, in_files_of(layout, tmp_path)),
+    ):
+        found, *_ = ranks(run, 2, replace(job, layout=place), VOCAB, 3)
+        assert found[0] == expected[0]
+        for parameter, tensor in expected[2].items():
+            assert torch.equal(found[2][parameter], tensor), parameter
 
 
 def counted_files(ranks, job: Job, limit: int) -> tuple[int, int, dict[str, int], list[float]]:
