@@ -48,7 +48,7 @@ faults: setup ## make every fault that the watchdog finds, lose replicas, and tr
 	PHALANX_FAULTS=1 $(BIN)/python -m pytest tests/launch/test_watchdog.py tests/launch/test_two_nodes.py tests/machine/test_doctor_two_nodes.py tests/launch/test_every_launcher.py tests/train/test_elastic_runs.py tests/benchmarks/test_chaos.py $(ARGS)
 
 memory: setup ## compare the predicted memory of models of every kind with the measured one, also in half precision: minutes
-	PHALANX_MEMORY=1 $(BIN)/python -m pytest tests/train/test_memory.py $(ARGS)
+	PHALANX_MEMORY=1 PHALANX_WHOLE=1 $(BIN)/python -m pytest tests/train/test_memory.py tests/train/test_predicted_memory.py $(ARGS)
 
 chain: setup ## compare memory, bytes and FLOPs, predicted and rehearsed, of every kind of model in 54 layouts, and rehearsed and real: minutes
 	PHALANX_WHOLE=1 $(BIN)/python -m pytest tests/dryrun/test_chain.py tests/dryrun/test_rehearse.py $(ARGS)

@@ -48,6 +48,8 @@ def found_in_cache(ranks: Ranks, home: str) -> dict[str, int]:
     from torch._dynamo.utils import counters
 
     inductor.compile_threads, inductor.cpp_cache_precompile_headers = 1, False
+    if not ALL:
+        inductor.cpp.vec_isa_ok = False  # or g++ also tries which vector instructions are here
     os.environ.pop(FOLDER, None)
     os.environ["XDG_CACHE_HOME"] = home
     for turn in range(2):

@@ -57,7 +57,7 @@ LAYOUTS = [
     Layout(dp_shard=2, tp=2, zero=1),
     Layout(pp=2, accumulation=3),
     Layout(dp_shard=2, pp=2, zero=2, schedule="zb_h1", accumulation=3),
-    Layout(dp_replicate=2, tp=2, pp=2, sp=True, schedule="dualpipe", accumulation=2),
+    Layout(tp=2, pp=2, sp=True, schedule="dualpipe", accumulation=2),
     Layout(pp=2, schedule="terapipe", pp_slices=4, accumulation=2),
     Layout(cp=2, zero=1),
     Layout(cp=4, cp_ulysses=2, accumulation=3),
@@ -76,10 +76,10 @@ CODES = Layout(dp_shard=4, hpz=2, quantise_weights="int8", quantise_gradients="i
 
 
 def test_the_loss_curve_does_not_depend_on_the_layout(ranks, job):
-    job = change(job, "model", dropout=0.2)
+    job = change(change(job, "model", dropout=0.2), "train", steps=4)
     ranks(train, 1, job)
     expected = [row["loss"] for row in rows(job, "step")]
-    assert len(expected) == 6
+    assert len(expected) == 4
     for number, (layout,) in enumerate(covering(zip(LAYOUTS), size=1)):
         other = change(dataclasses.replace(job, layout=layout), "run", name=f"layout{number}")
         other = change(other, "guard", every=1)
@@ -114,7 +114,7 @@ MOVES = [
     (Layout(dp_shard=2, zero=3), Layout(tp=2, sp=True), Layout()),
     (Layout(tp=2), Layout(dp_shard=3, zero=2, bucket_mb=0.01), Layout(dp_shard=2, tp=2)),
     (Layout(dp_replicate=3), Layout(dp_shard=2, tp=2, sp=True, zero=1), Layout(dp_replicate=2, dp_shard=2)),
-    (Layout(pp=2, accumulation=4), Layout(pp=4, schedule="zb_v", accumulation=4), Layout(tp=2)),
+    (Layout(pp=4, accumulation=4), Layout(pp=2, schedule="zb_v", accumulation=4), Layout(tp=2)),
     (Layout(), Layout(pp=2, dp_shard=2, zero=1, schedule="dualpipe", accumulation=2), Layout(pp=3, accumulation=3)),
     (Layout(dp_shard=4, hpz=2), Layout(dp_shard=2, tp=2), Layout(dp_shard=4, hpz=4)),  # other second copies
 ]
@@ -124,7 +124,7 @@ MOVES = [
 def test_resuming_on_another_layout_continues_the_same_curve(ranks, job, layouts):
     """A checkpoint holds whole tensors: a run may go on under any layout, and back."""
     if any(layout.pp > 1 for layout in layouts):
-        job = change(job, "model", n_layers=8)  # for two stages on each of four ranks
+        job = change(job, "model", n_layers=4)  # for two stages on each of two ranks
     moves_between(ranks, job, layouts)
 
 

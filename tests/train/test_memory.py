@@ -401,9 +401,9 @@ ADAPTERS = {"none": LoRA(), "all": LoRA(rank=8), "attention": LoRA(rank=8, targe
 @pytest.mark.parametrize(("line", "precision"), LAYOUTS if EVERY else FEW)
 def test_the_fullest_moment_of_a_step_is_the_predicted_one(ranks, line, precision, targets):
     for plain in (DEEP, WORDS) if EVERY and "pp" not in line else (DEEP,):
-        model = replace(plain, lora=ADAPTERS[targets])
-        job = Job(model=model, layout=layout_line.parse(line), train=Train(global_batch=8, precision=precision))
-        compare(ranks, job)
+        model, layout = replace(plain, lora=ADAPTERS[targets]), layout_line.parse(line)
+        batch = 8 if EVERY else 4 * layout.data_ranks
+        compare(ranks, Job(model=model, layout=layout, train=Train(global_batch=batch, precision=precision)))
 
 
 STATES = [
@@ -452,5 +452,5 @@ STRUCTURES = {
 
 @pytest.mark.parametrize(("model", "line", "precision"), STRUCTURES.values(), ids=STRUCTURES.keys())
 def test_the_fullest_moment_with_the_parts_around_attention(ranks, model, line, precision):
-    job = Job(model=model, layout=layout_line.parse(line), train=Train(global_batch=8, precision=precision))
+    job = Job(model=model, layout=layout_line.parse(line), train=Train(global_batch=4, precision=precision))
     compare(ranks, job)

@@ -85,20 +85,9 @@ NARROW = ("adamw state=8bit", "adamw state=bf16 master=none", "sgd master=none r
 RULES = [("adamw", "fp32"), *((name, "bf16") for name in ("adamw", "sgd", "lion", *NARROW))]
 
 
-@pytest.mark.parametrize(("name", "precision"), RULES)
-def test_every_elementwise_optimizer_computes_the_same_bits(ranks, name, precision):
-    layout, model = Layout(dp_shard=2, zero=1), replace(EXPERTS, vocab_size=VOCAB)
-    job = job_of(layout, model, name, precision=precision)
-    plain, offloaded = (
-        ranks(steps, 2, replace(job, layout=replace(layout, offload=place)), VOCAB)[0]
-        for place in ("none", "optimizer")
-    )
-    assert plain[0] == offloaded[0]
-    for parameter, tensor in plain[2].items():
-        assert torch.equal(offloaded[2][parameter], tensor), parameter
-
-
-def counted(ranks, job: Job, limit: int, count: int = 2) -> tuple[int, int, dict[str, int], list[float]]:
+def counted(
+    ranks, job: Job, limit: int, count: int = 2, repeats: bool = True
+) -> tuple[int, int, dict[str, int], list[float]]:
     """Peaks of device and host, and copied bytes and losses of the first `count` steps, of a rank whose device has
     `limit` bytes. The chunks in which the host updates are as small beside this model as beside those that need it."""
     with mock.patch.dict(os.environ, {SOCKETS: "1"}):  # what is predicted
@@ -112,8 +101,19 @@ def counted(ranks, job: Job, limit: int, count: int = 2) -> tuple[int, int, dict
             losses.append(stepper.step(StepInputs(batches, step, valid, 1e-2)).loss)
             copied.append(dict(stepper.offloaded))
 
-        peak = least_device_peak(budget, take, count, alone=job.layout.world == 1)
+        peak = least_device_peak(budget, take, count, alone=job.layout.world == 1 or not repeats)
     return peak, budget.host_peak, copied[count - 1], losses[:count]
+
+
+def counted_briefly(ranks, job: Job, expected) -> list:
+    """Returns what `counted` finds per rank. It repeats steps only where a device takes a tenth more than `expected` of
+    its stage."""
+    world = job.layout.world
+    found = ranks(counted, world, job, 0, 2, False)
+    stages = [expected[rank // (world // job.layout.pp)] for rank in range(world)]
+    if any(0.9 * device > stage.allocated for (device, *_), stage in zip(found, stages, strict=True)):
+        found = ranks(counted, world, job, 0)
+    return found
 
 
 def test_a_model_whose_state_is_four_times_the_budget_trains_as_without_one(ranks):
@@ -147,7 +147,7 @@ def test_memory_of_device_and_host_is_the_predicted_one(ranks, layout, train):
     layout = replace(layout, offload="optimizer")
     job = job_of(layout, DEEP, **({"precision": "bf16", "global_batch": 4} | train))
     expected = step_memory(rank_spec(job, VOCAB, "cpu"))
-    for rank, (device, host, _, _) in enumerate(ranks(counted, layout.world, job, 0)):
+    for rank, (device, host, _, _) in enumerate(counted_briefly(ranks, job, expected)):
         predicted = expected[rank // (layout.world // layout.pp)]
         print(layout.line(), rank, device, predicted.allocated, host, predicted.host, predicted)
         assert predicted.allocated == pytest.approx(device, rel=0.1)
@@ -230,7 +230,7 @@ def test_activations_are_where_they_are_predicted(ranks, layout):
         step_memory(rank_spec(each, VOCAB, "cpu"))
         for each in (job, replace(job, layout=replace(layout, offload_blocks=0)))
     )
-    for rank, (device, host, copied, _) in enumerate(ranks(counted, layout.world, job, 0)):
+    for rank, (device, host, copied, _) in enumerate(counted_briefly(ranks, job, expected)):
         assert expected[rank].allocated == pytest.approx(device, rel=0.1)
         assert expected[rank].host == pytest.approx(host, rel=0.01)
         assert host > 0.3 * (plain[rank].allocated - device)
@@ -244,8 +244,8 @@ def test_activations_are_where_they_are_predicted(ranks, layout):
 )
 def test_parameters_are_where_they_are_predicted(ranks, layout):
     job = job_of(replace(layout, offload="optimizer+parameters"), DEEP, precision="fp32", global_batch=4)
-    expected = step_memory(rank_spec(job, VOCAB, "cpu"))[0]
-    for device, host, copied, _ in ranks(counted, layout.world, job, 0):
+    (expected,) = predicted = step_memory(rank_spec(job, VOCAB, "cpu"))
+    for device, host, copied, _ in counted_briefly(ranks, job, predicted):
         assert expected.allocated == pytest.approx(device, rel=0.1)
         assert expected.host == pytest.approx(host, rel=0.01)
         # Two steps: gradients once each, parameters before both passes of each micro-batch.
@@ -349,14 +349,18 @@ def test_state_in_files_equals_one_process(ranks, one_process, tmp_path, layout)
 
 
 @pytest.mark.parametrize(("name", "precision"), RULES)
-def test_every_optimizer_computes_the_bits_of_host_memory(ranks, tmp_path, name, precision):
+def test_every_elementwise_optimizer_computes_the_same_bits_everywhere(ranks, tmp_path, name, precision):
     layout, model = Layout(dp_shard=2, zero=1, ep=2), replace(EXPERTS, vocab_size=VOCAB)
-    job = job_of(replace(layout, offload="optimizer"), model, name, precision=precision)
-    on_host, *_ = ranks(steps, 2, job, VOCAB, 3)
-    found, *_ = ranks(in_small_buffers, 2, replace(job, layout=in_files_of(layout, tmp_path)), VOCAB, 3)
-    assert on_host[0] == found[0]
-    for parameter, tensor in on_host[2].items():
-        assert torch.equal(found[2][parameter], tensor), parameter
+    job = job_of(layout, model, name, precision=precision)
+    expected, *_ = ranks(steps, 2, job, VOCAB, 3)
+    for run, place in (
+        (steps, replace(layout, offload="optimizer")),
+        (in_small_buffers, in_files_of(layout, tmp_path)),
+    ):
+        found, *_ = ranks(run, 2, replace(job, layout=place), VOCAB, 3)
+        assert found[0] == expected[0]
+        for parameter, tensor in expected[2].items():
+            assert torch.equal(found[2][parameter], tensor), parameter
 
 
 def counted_files(ranks, job: Job, limit: int) -> tuple[int, int, dict[str, int], list[float]]:

@@ -162,7 +162,9 @@ def rehearse(
         mesh = meshes.build(job.layout, device.type)
         places = {axis: place for axis, place in mesh.coordinates.items() if mesh.sizes[axis] > 1}
         found = RankRehearsal(rank, places, offloads=bool(named(job.layout)))
-        with FakeTensorMode(allow_non_fake_inputs=True), dry.counting(), observer or nullcontext():
+        fake = FakeTensorMode(allow_non_fake_inputs=True)
+        fake.cache_enabled = False  # `dry` remembers results itself
+        with fake, dry.counting(), observer or nullcontext():
             stepper = _MarkingStepper(job, mesh, device, vocab_size, dry, observer)
             dry.known_bytes = KNOWN_BYTES
             state = TrainState(stepper, "", vocab_size)
