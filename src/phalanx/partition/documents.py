@@ -229,7 +229,7 @@ def long_tailed(tokens: int, sequences: int = 1, mean: float = 1 / 8) -> Numbers
 def imbalances(model: ModelConfig, layout: Layout, mean: float) -> dict[str, float]:
     """Returns the most pairs of a position over their mean in an example of documents whose mean length is this share
     of a sequence, by cost and by position, and the share of its micro-batches of a sequence that exchange nothing."""
-    rows = np.split(long_tailed(model.seq_len, 64, mean), 64)
+    rows = np.split(long_tailed(model.seq_len, 32, mean), 32)
     zigzag = [zigzag_runs(model.seq_len, layout.ring, place) for place in range(layout.ring)]
     cuts = [assigned(row, model, layout) for row in rows]
     by_position = [pairs_of(keys_seen(row, model), zigzag).imbalance for row in rows]
