@@ -1,18 +1,20 @@
 """Documents over context-parallel ranks: chunks assigned by cost beside the zig-zag cut, in turn in the same processes.
 
     python -m benchmarks.documents [--ranks 2 4] [--lengths 4096 8192] [--rows 4] [--rounds 9] [--seconds 30]
-                                   [--quick] [--json]
+                                   [--mean 0.125] [--quick] [--json]
 
 Sequences are packed with documents of log-normal lengths (partition/documents.py, `long_tailed`: sigma 1.5, mean an
-eighth of a sequence). Contenders: the zig-zag cut as it was before (cp_balance=position), the same cut with the
-blocks and messages of documents, which shows what skipping alone brings, and assignment by cost (the default). Each
-takes its turn in every round, ratios are taken round by round, and their medians count; fp32, 1 thread per process.
-Losses, gradient norms and outputs must agree before anything is measured. Timed are, for `rows` sequences one after
-the other:
+eighth of a sequence, or `--mean`). Contenders: the zig-zag cut as it was before (cp_balance=position), the same cut
+with the blocks and messages of documents, which shows what skipping alone brings, assignment by cost in chunks, and the
+default: whole documents on every rank in the sequences where these are short, without an exchange, and otherwise by
+cost. Each takes its turn in every round, ratios are taken round by round, and their medians count; fp32, 1 thread per
+process. Losses, gradient norms and outputs must agree before anything is measured. Timed are, for `rows` sequences one
+after the other:
 - attention: forward and backward of one layer's attention;
 - step: an optimizer step of a small Llama, its state sharded over the cp ranks.
 A turn lasts from the first process's beginning to the last one's end. Where there are more processes than cores it
-measures work rather than waiting, so that there is also `busiest`: the processor time of the rank with the most.
+measures work rather than waiting, so that there are also `busiest`, the processor time of the rank with the most, and
+`sent`, the bytes that attention sends in a turn, over all ranks.
 """
 
 from __future__ import annotations
@@ -43,14 +45,15 @@ from phalanx.model.documents import Documents
 from phalanx.model.transformer import Transformer
 from phalanx.parallel import context
 from phalanx.parallel import mesh as meshes
-from phalanx.partition.documents import Places, assign, keys_seen, long_tailed, pairs_of
+from phalanx.partition.documents import Places, assign, assigned, keys_seen, long_tailed, pairs_of
 from phalanx.partition.tensor_slices import ring_positions
 from phalanx.train.step import StepInputs, Stepper
 
 DATA = ("data.document_mask=true", "data.corpus=stdlib")
-POSITION, BLOCKS, COST = "zig-zag", "zig-zag, blocks of documents", "by cost"
-WAYS = (POSITION, BLOCKS, COST)
-Busy = dict[str, list[float]]
+POSITION, BLOCKS, COST, WHOLE = "zig-zag", "zig-zag, blocks of documents", "by cost", "whole where short"
+WAYS = (POSITION, BLOCKS, COST, WHOLE)
+Answer = tuple[Turns, dict[str, list[float]], dict[str, float]]
+"""Of one rank: its turns, and by way the processor time of each and the bytes that it sends in one."""
 
 
 def load(ranks: int, length: int, rows: int, balance: str) -> Job:
@@ -60,33 +63,36 @@ def load(ranks: int, length: int, rows: int, balance: str) -> Job:
 
 def cut(way: str, job: Job, numbers: np.ndarray) -> Places:
     """Returns the tokens of every ring position; none where the code for positions cuts."""
+    if way == WHOLE:
+        return assigned(numbers, job.model, job.layout).places
     if way == COST:
         return assign(keys_seen(numbers, job.model), job.layout.ring).places
     return [ring_positions(job.layout, job.model.seq_len, place) for place in range(job.layout.ring)]
 
 
-def timed(steps: dict[str, Callable[[], Any]], rounds: int, seconds: float) -> tuple[Turns, Busy]:
-    """Takes one rank's turns; also returns the processor time of each."""
-    busy: Busy = {name: [] for name in steps}
+def timed(steps: dict[str, Callable[[], Any]], rounds: int, seconds: float, sent: dict[str, float]) -> Answer:
+    """Takes one rank's turns."""
+    busy: dict[str, list[float]] = {name: [] for name in steps}
 
     def run(name: str) -> None:
         began = time.thread_time()
         steps[name]()
         busy[name].append(time.thread_time() - began)
 
-    return take_turns({name: partial(run, name) for name in steps}, rounds, seconds), busy
+    return take_turns({name: partial(run, name) for name in steps}, rounds, seconds), busy, sent
 
 
-def attention(ranks: Ranks, length: int, rows: int, rounds: int, seconds: float) -> tuple[Turns, Busy]:
+def attention(ranks: Ranks, length: int, rows: int, mean: float, rounds: int, seconds: float) -> Answer:
     """Takes one rank's turns at attention forward and backward. Raises AssertionError if results differ."""
     prepare()
     job = load(ranks.world, length, rows, "documents")
     model = Transformer(job.model).requires_grad_(False)
-    context.connect(model, meshes.build(job.layout, "cpu"), job.layout)
+    mesh = meshes.build(job.layout, "cpu")
+    context.connect(model, mesh, job.layout)
     core = next(module for module in model.modules() if isinstance(module, CoreAttention))
     shape = 4, 1, length, job.model.n_heads, job.model.head_size
     whole = torch.randn(*shape, generator=torch.Generator().manual_seed(0))
-    every = long_tailed(length, rows)
+    every = long_tailed(length, rows, mean)
     made: dict[str, list[tuple[list[torch.Tensor], torch.Tensor, np.ndarray, torch.Tensor]]] = {}
     for way in WAYS:
         made[way] = []
@@ -102,26 +108,29 @@ def attention(ranks: Ranks, length: int, rows: int, rounds: int, seconds: float)
         for inputs, gradient, numbers, held in made[way]:
             # A micro-batch's own: what layers share is computed again for each.
             places = () if way == POSITION else cut(way, job, numbers)
-            o = core(*inputs, None, Documents(torch.from_numpy(numbers), places, numbers))
+            o = core(*inputs, None, Documents(torch.from_numpy(numbers), places, numbers, ranks.rank))
             sums = (x.new_zeros(1, x.shape[1], length, x.shape[3]) for x in (o, *inputs))
             parts = (o.detach(), *torch.autograd.grad(o, inputs, gradient))
             found += [whole.index_copy(2, held, part) for whole, part in zip(sums, parts, strict=True)]
         return found
 
-    expected = None
+    expected, sent = None, dict[str, float]()
     for way in WAYS:
+        mesh.ledger.clear()
         found = torch.stack([x.double().square().sum() for x in run(way)])
+        sent[way] = sum(entry.sent for entry in mesh.ledger.entries.values())
         torch.distributed.all_reduce(found)
         expected = found if expected is None else expected
         assert (found / expected - 1).abs().max() < TOLERANCE, f"{way}: output or gradients differ"
-    return timed({way: partial(run, way) for way in WAYS}, rounds, seconds)
+    return timed({way: partial(run, way) for way in WAYS}, rounds, seconds, sent)
 
 
-def training(ranks: Ranks, length: int, rows: int, rounds: int, seconds: float) -> tuple[Turns, Busy]:
+def training(ranks: Ranks, length: int, rows: int, mean: float, rounds: int, seconds: float) -> Answer:
     """Takes one rank's turns at optimizer steps. Raises AssertionError if losses or gradient norms differ."""
     prepare()
-    every = long_tailed(length, rows)
+    every = long_tailed(length, rows, mean)
     steps: dict[str, Callable[[], Any]] = {}
+    ledgers = {}
     for way in WAYS:
         job = load(ranks.world, length, rows, "position" if way == POSITION else "documents")
         drawn = np.random.default_rng(0).integers(job.model.vocab_size, size=(rows, length + 1))
@@ -130,8 +139,9 @@ def training(ranks: Ranks, length: int, rows: int, rounds: int, seconds: float) 
             for r in range(rows)
         ]
         stepper = Stepper(job, meshes.build(job.layout, "cpu"), torch.device("cpu"), job.model.vocab_size)
-        if way == BLOCKS:
-            vars(stepper)["assigned"] = lambda numbers, _, job=job: cut(BLOCKS, job, numbers)
+        ledgers[way] = stepper.mesh.ledger
+        if way in (BLOCKS, COST):
+            vars(stepper)["assigned"] = lambda numbers, _, way=way, job=job: cut(way, job, numbers)
 
         def step(stepper: Stepper = stepper, micros: list[MicroBatch] = micros) -> tuple[float, float]:
             found = stepper.step(StepInputs(micros, 0, rows * length, stepper.job.optimizer.lr))
@@ -139,29 +149,35 @@ def training(ranks: Ranks, length: int, rows: int, rounds: int, seconds: float) 
 
         steps[way] = step
     agree({way: step() for way, step in steps.items()}, TOLERANCE)
-    return timed(steps, rounds, seconds)
+    sent = {way: ledger.traffic(1).get("cp", {}).get("send", 0) for way, ledger in ledgers.items()}
+    return timed(steps, rounds, seconds, sent)
 
 
-def imbalance(ranks: int, length: int, rows: int) -> dict[str, float]:
+def imbalance(ranks: int, length: int, rows: int, mean: float) -> dict[str, float]:
     """Returns the most pairs of a rank over their mean, the mean over rows, by way."""
-    job, every = load(ranks, length, rows, "documents"), long_tailed(length, rows)
+    job, every = load(ranks, length, rows, "documents"), long_tailed(length, rows, mean)
     found = {}
-    for way in (POSITION, COST):
+    for way in (POSITION, COST, WHOLE):
         seen = [keys_seen(every[row : row + 1], job.model) for row in range(rows)]
         numbers = [every[row : row + 1] for row in range(rows)]
         each = [pairs_of(s, cut(way, job, n)).imbalance for s, n in zip(seen, numbers, strict=True)]
         found[way] = statistics.fmean(each)
+    found["skipped"] = statistics.fmean(assigned(n, job.model, job.layout).skips(job.layout) for n in numbers)
     return found
 
 
-def cell(answers: Sequence[tuple[Turns, Busy]]) -> dict[str, Any]:
+def cell(answers: Sequence[Answer]) -> dict[str, Any]:
     """Returns medians and ratios of one length."""
-    seconds = lasted([turns for turns, _ in answers])
-    busiest = {way: [max(each) for each in zip(*(busy[way] for _, busy in answers), strict=True)] for way in WAYS}
+    seconds = lasted([turns for turns, *_ in answers])
+    busiest = {way: [max(each) for each in zip(*(busy[way] for _, busy, _ in answers), strict=True)] for way in WAYS}
+    work = {way: [sum(each) for each in zip(*(busy[way] for _, busy, _ in answers), strict=True)] for way in WAYS}
+    others = WAYS[:-1]
     return {
         "median_s": {way: statistics.median(values) for way, values in seconds.items()},
-        "ratios": {way: ratio(seconds, way, COST) for way in (POSITION, BLOCKS)},
-        "busiest_ratios": {way: ratio(busiest, way, COST) for way in (POSITION, BLOCKS)},
+        "ratios": {way: ratio(seconds, way, WHOLE) for way in others},
+        "busiest_ratios": {way: ratio(busiest, way, WHOLE) for way in others},
+        "work_ratios": {way: ratio(work, way, WHOLE) for way in others},
+        "sent": {way: sum(sent[way] for *_, sent in answers) for way in WAYS},
         "seconds": seconds,
         "busiest_s": busiest,
     }
@@ -169,9 +185,12 @@ def cell(answers: Sequence[tuple[Turns, Busy]]) -> dict[str, Any]:
 
 def table(result: dict[str, Any]) -> list[tuple[str, ...]]:
     """Returns times and their ratios, a row per length."""
-    ratios = [f"{way} / {COST}" for way in (POSITION, BLOCKS)]
+    others = WAYS[:-1]
+    ratios = [f"{way} / {WHOLE}" for way in others]
     busiest = [f"processor time of the busiest rank: {name}" for name in ratios]
-    rows: list[tuple[str, ...]] = [("", *WAYS, *ratios, *busiest, f"pairs of the fullest rank, {POSITION} → {COST}")]
+    fullest = f"pairs of the fullest rank over the mean: {POSITION}, {COST}, {WHOLE}"
+    sent = f"attention's MiB on the wire: {', '.join(WAYS)}"
+    rows: list[tuple[str, ...]] = [("", *WAYS, *ratios, *busiest, fullest, sent, "sequences without an exchange")]
     for ranks, world in result["worlds"].items():
         for kind in ("attention", "step"):
             for length, found in world[kind].items():
@@ -180,9 +199,11 @@ def table(result: dict[str, Any]) -> list[tuple[str, ...]]:
                     (
                         f"{kind}, {ranks} processes, {result['rows']} × {int(length):,} tokens",
                         *(f"{1000 * found['median_s'][way]:,.0f} ms" for way in WAYS),
-                        *(f"**{found['ratios'][way]:.2f} ×**" for way in (POSITION, BLOCKS)),
-                        *(f"{found['busiest_ratios'][way]:.2f} ×" for way in (POSITION, BLOCKS)),
-                        f"{pairs[POSITION]:.2f} → {pairs[COST]:.2f} × the mean",
+                        *(f"**{found['ratios'][way]:.2f} ×**" for way in others),
+                        *(f"{found['busiest_ratios'][way]:.2f} ×" for way in others),
+                        ", ".join(f"{pairs[way]:.2f}" for way in (POSITION, COST, WHOLE)),
+                        ", ".join(f"{found['sent'][way] / 2**20:.1f}" for way in WAYS),
+                        f"{pairs['skipped']:.0%}",
                     )
                 )
     return rows
@@ -193,6 +214,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4], help="numbers of processes")
     parser.add_argument("--lengths", type=int, nargs="+", default=[4096, 8192], help="tokens of a sequence")
     parser.add_argument("--rows", type=int, default=4, help="sequences, one after the other")
+    parser.add_argument("--mean", type=float, default=1 / 8, help="mean length of documents, in sequences")
     parser.add_argument("--rounds", type=int, default=9, help="at most, for each length")
     parser.add_argument("--seconds", type=float, default=30, help="of a length, after 3 rounds")
     parser.add_argument("--quick", action="store_true", help="2 rounds of short sequences; prints JSON, writes nothing")
@@ -200,22 +222,25 @@ def main(argv: Sequence[str] | None = None) -> None:
     options = parser.parse_args(argv)
     lengths, rounds = ([256], 2) if options.quick else (options.lengths, options.rounds)
     result: dict[str, Any] = {"benchmark": "documents", "machine": machine(), "model": MODEL, "worlds": {}}
-    result["rows"] = options.rows
+    result["rows"], result["mean"] = options.rows, options.mean
     with Pool(max(options.ranks), PRELOAD) as pool:
         for ranks in options.ranks:
             result["worlds"][ranks] = world = {"attention": {}, "step": {}, "imbalance": {}}
             for length in lengths:
-                world["imbalance"][length] = imbalance(ranks, length, options.rows)
+                world["imbalance"][length] = imbalance(ranks, length, options.rows, options.mean)
                 for kind, fn in (("attention", attention), ("step", training)):
                     print(f"{kind}, {ranks} processes, {length} tokens", file=sys.stderr, flush=True)
-                    found = cell(pool.run(fn, ranks, length, options.rows, rounds, options.seconds, timeout=1200))
+                    given = length, options.rows, options.mean, rounds, options.seconds
+                    found = cell(pool.run(fn, ranks, *given, timeout=1200))
                     world[kind][length] = found
     if options.quick or options.json:
         print(json.dumps(result, indent=1))
     if not options.quick:
         words = "More processes than cores share them, so that a turn then measures the work of all ranks; "
         words += "the balance shows in the processor time of the busiest rank."
-        save("documents", result, table(result), "Documents over context-parallel ranks, beside the zig-zag cut", words)
+        name = "documents" if options.mean == 1 / 8 else f"documents_{round(1 / options.mean)}"
+        title = f"Documents over context-parallel ranks, with a mean of 1/{1 / options.mean:.0f} of a sequence"
+        save(name, result, table(result), title, words)
 
 
 if __name__ == "__main__":

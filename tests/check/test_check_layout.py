@@ -448,5 +448,6 @@ def test_documents_decide_a_rings_tokens_where_nothing_counts_whole_sequences(mo
     assert [message for _, message in problems_of(asked)] == [f"{unbalanced(job)}; nearest legal: cp_balance=position"]
     plain = replace(job, model=MODEL, layout=Layout(cp=2))
     assert not unbalanced(plain)
-    assert unbalanced(replace(plain, layout=Layout(cp=2, cp_ulysses=2)))
+    assert not unbalanced(replace(plain, layout=Layout(cp=2, cp_ulysses=2)))
+    assert unbalanced(replace(plain, layout=Layout()))
     assert unbalanced(replace(plain, data=replace(DOCUMENTS, document_mask=False)))

@@ -98,7 +98,7 @@ def compare_and_check_bytes(ranks, job: Job, expected, count: int = 2, vocab: in
     """Compares steps with those of one process, and every byte that a rank sends with the predicted ones."""
     found = ranks(counted_steps, job.layout.processes, job, vocab, count)
     compare([results for results, _, _ in found], expected)
-    check_bytes(job, vocab, [(traffic, rows) for _, traffic, rows in found])
+    check_bytes(job, vocab, [(traffic, rows) for _, traffic, rows in found], count=count)
 
 
 def compare(results, expected) -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -23,7 +24,7 @@ from phalanx.parallel.mesh import Mesh, build
 from phalanx.parallel.recompute import recompute
 from phalanx.parallel.ring import zigzag
 from phalanx.partition import tensor_slices as sequence
-from phalanx.partition.documents import RingBlock, assign, keys_seen
+from phalanx.partition.documents import RingBlock, assign, keys_seen, whole_documents
 from phalanx.partition.tensor_slices import cp_coordinates, rank_positions, rank_share, ring_positions
 from rehearsed_cuda import CUDA, rehearsal
 
@@ -38,7 +39,8 @@ class StepSpec:
     kv_heads: int = 8
     width: int = SIZE
     documents: bool = False
-    assigned: bool = False
+    cut: Literal["position", "chunks", "ring", "rank"] = "position"
+    """What ranks hold of documents; `ring` and `rank`: whole ones at each position of the ring, or on each rank."""
     dropout: float = 0.0
     slices: int = 1
     window: int = 0
@@ -130,30 +132,51 @@ def here(layout: Layout, rank: int, slices: int) -> Tensor:
     return torch.cat([torch.arange(run.start, run.stop) for run in rank_positions(layout, SEQ * slices, rank, slices)])
 
 
-def by_cost(documents: Documents | None, layout: Layout, window: int) -> Documents:
+def by_cost(documents: Documents | None, layout: Layout, window: int, rank: int = 0) -> Documents:
     """The same documents with the places of a ring that follow from them."""
     assert documents is not None
     host = documents.numbers.numpy()
-    return Documents(
-        documents.numbers, assign(keys_seen(host, replace(MODEL, window=window)), layout.ring).places, host
-    )
+    places = assign(keys_seen(host, replace(MODEL, window=window)), layout.ring).places
+    return Documents(documents.numbers, places, host, cp_coordinates(layout, rank)[0])
+
+
+LENGTHS = 2, 9, 1, 3, 5, 1, 2, 10, 3, 6, 6
+"""Of documents that fill up to four ranks."""
+
+
+def in_whole(layout: Layout, level: str, rank: int) -> Documents:
+    """Documents that are whole on a rank, or at a position of the ring."""
+    begins = np.zeros((BATCH, SEQ), int)
+    begins[:, np.cumsum(LENGTHS)[:-1]] = 1
+    begins[1, 28] = 1  # sequences are cut where all of them begin a document
+    host = begins.cumsum(1)
+    found = whole_documents(host, keys_seen(host, MODEL), layout.cp if level == "rank" else layout.ring)
+    assert found is not None
+    place = rank if level == "rank" else cp_coordinates(layout, rank)[0]
+    return Documents(torch.from_numpy(host), found.places, host, place)
 
 
 def all_cases(ranks: Any, layout: Layout, cases: list[StepSpec] = CASES, device: torch.device = CPU) -> list[str]:
     mesh = build(layout, device.type)
     wrong = []
-    for case in [*cases, *(replace(case, assigned=True) for case in cases if case.documents and case.slices == 1)]:
+    cuts = ("chunks", "ring", "rank") if layout.ring > 1 else ("rank",)
+    packed = [case for case in cases if case.documents and case.slices == 1]
+    for case in [*cases, *(replace(case, cut=cut) for case in packed for cut in cuts)]:
         sequence.LEAST_RUN = case.run
         inputs, gradient, documents = inputs_of(case)
+        if case.cut in ("ring", "rank"):
+            documents = in_whole(layout, case.cut, ranks.rank)
         first = SEQ * (case.slices - 1)
         whole = torch.arange(first, first + SEQ) if case.slices > 1 or case.later else None
         exact = [x.double() for x in inputs]
         expected = attention(core_of(case), exact, gradient.double(), noise_of(case, whole), documents)
 
         keys = here(layout, ranks.rank, case.slices)
-        if documents is not None and case.assigned and layout.ring > 1:
-            documents = by_cost(documents, layout, case.window)
-            runs = rank_share(layout, documents.places[cp_coordinates(layout, ranks.rank)[0]], ranks.rank)
+        if case.cut == "chunks":
+            documents = by_cost(documents, layout, case.window, ranks.rank)
+        if documents is not None and documents.places:
+            runs = documents.places[documents.place]
+            runs = runs if case.cut == "rank" else rank_share(layout, runs, ranks.rank)
             keys = torch.cat([torch.arange(run.start, run.stop) for run in runs])
         queries = keys[-SEQ // layout.cp :]
         core = connected(core_of(case), layout, mesh)
@@ -273,14 +296,16 @@ def test_a_part_of_the_heads_meets_its_own_dropout_masks(ranks, layout):
 
 
 def sent_by_a_layer(
-    ranks: Any, layout: Layout, kv_heads: int, window: int, cut: bool = False
+    ranks: Any, layout: Layout, kv_heads: int, window: int, cut: str = "position"
 ) -> tuple[dict[str, tuple[int, float]], ...]:
     mesh = build(layout, "cpu")
     tokens = SEQ // layout.cp
     shapes = [(HEADS, SIZE), (kv_heads, SIZE), (kv_heads, 6)]
     q, k, v = (torch.randn(BATCH, heads, tokens, size, requires_grad=True) for heads, size in shapes)
     core = connected(core_of(StepSpec(window=window)), layout, mesh)
-    documents = by_cost(inputs_of(StepSpec(documents=True))[2], layout, window) if cut else None
+    documents = in_whole(layout, cut, ranks.rank) if cut in ("ring", "rank") else None
+    if cut == "chunks":
+        documents = by_cost(inputs_of(StepSpec(documents=True))[2], layout, window, ranks.rank)
     o = core(q, k, v, None, documents)
     forward = {name: (e.calls, e.sent) for (_, name), e in mesh.ledger.entries.items()}
     mesh.ledger.clear()
@@ -310,6 +335,10 @@ def test_a_layer_sends_what_it_should(ranks, layout):
         backward["send"] = 2 * hops, 2 * hops * of_place
     for found in ranks(sent_by_a_layer, layout.world, layout, kv_heads, 0):
         assert found == (forward, backward)
+    if places_of_ring > 1:  # whole documents at each position leave what its ranks exchange, and on each rank nothing
+        del forward["send"], backward["send"]
+        assert ranks(sent_by_a_layer, layout.world, layout, kv_heads, 0, "ring")[0] == (forward, backward)
+    assert ranks(sent_by_a_layer, layout.world, layout, kv_heads, 0, "rank") == [({}, {})] * layout.world
 
 
 def seen_by(layout: Layout, window: int, cut: bool) -> dict[tuple[int, int], int]:
@@ -338,7 +367,8 @@ def seen_by(layout: Layout, window: int, cut: bool) -> dict[tuple[int, int], int
 @pytest.mark.parametrize("layout", [Layout(cp=2), Layout(cp=4), Layout(cp=4, cp_ulysses=2)], ids=Layout.line)
 def test_with_a_window_or_documents_only_keys_that_another_place_sees_are_sent(ranks, layout, window, cut):
     seen, (_, each) = seen_by(layout, window, cut), keys_and_values(layout, 2)
-    for rank, (forward, backward) in enumerate(ranks(sent_by_a_layer, layout.world, layout, 2, window, cut)):
+    given = layout, 2, window, "chunks" if cut else "position"
+    for rank, (forward, backward) in enumerate(ranks(sent_by_a_layer, layout.world, *given)):
         place, _ = cp_coordinates(layout, rank)
         sent = [keys for (of, to), keys in seen.items() if of == place and keys]
         received = [keys for (of, to), keys in seen.items() if to == place and keys]

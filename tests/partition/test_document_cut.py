@@ -1,15 +1,26 @@
 """Sequences of documents that are cut over a ring by what attention within documents costs."""
 
 from dataclasses import replace
-from itertools import chain
+from itertools import chain, combinations
 
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
+from phalanx.config.layout import Layout
 from phalanx.config.model import ModelConfig
 from phalanx.partition import documents, tensor_slices
-from phalanx.partition.documents import DocumentCut, assign, chunked, chunks_per_place, keys_seen, long_tailed, pairs_of
+from phalanx.partition.documents import (
+    DocumentCut,
+    assign,
+    assigned,
+    chunked,
+    chunks_per_place,
+    keys_seen,
+    long_tailed,
+    pairs_of,
+    whole_documents,
+)
 from phalanx.partition.tensor_slices import zigzag_runs
 
 MODEL = ModelConfig(n_layers=1, d_model=4, n_heads=1, seq_len=1 << 20)
@@ -86,6 +97,64 @@ def _check_blocks(ring, numbers, window):
                 assert seen.all() or first[row, rows].all()  # a block with a blind query is not a query's first
                 first[row, rows] |= seen
     assert (found == mask).all()
+
+
+@given(st.lists(st.integers(1, 12), min_size=1, max_size=9), st.integers(2, 4), st.integers(1, 2))
+def test_whole_documents_fill_every_place_wherever_few_enough_to_try_all_ways_do(lengths, parts, first):
+    lengths += [-sum(lengths) % parts] * (sum(lengths) % parts > 0)
+    numbers, tokens = np.repeat(np.arange(len(lengths)), lengths)[None], sum(lengths)
+    seen, filling, documents.FILLING = keys_seen(numbers, MODEL), documents.FILLING, first
+    try:
+        found = whole_documents(numbers, seen, parts)
+    finally:
+        documents.FILLING = filling
+    halves = any(sum(lengths[n] for n in some) * 2 == tokens for some in subsets(range(len(lengths))))
+    if parts == 2:
+        assert (found is not None) == halves
+    if found is not None:
+        held = [np.concatenate([np.arange(run.start, run.stop) for run in runs]) for runs in found.places]
+        assert found.whole
+        assert sorted(chain.from_iterable(held)) == list(range(tokens))
+        assert {len(own) for own in held} == {tokens // parts}
+        assert list(found.pairs) == [int(seen[:, own].sum()) for own in held]
+        assert sum(len(np.unique(numbers[0, own])) for own in held) == len(lengths)  # no document is on two
+        assert not any(DocumentCut(numbers, found.places, place, 0).hops for place in range(parts))
+
+
+def subsets(items):
+    return chain.from_iterable(combinations(items, n) for n in range(len(items) + 1))
+
+
+def test_long_documents_are_cut_and_short_ones_stay_whole_on_the_ranks_or_at_the_places_of_the_ring():
+    model, usp = replace(MODEL, seq_len=4096, d_model=256, n_heads=4), Layout(cp=4, cp_ulysses=2)
+    whole = np.zeros((1, 4096), int)
+    assert not assigned(whole, model, usp).whole
+    halves = whole + (np.arange(4096) >= 2048)
+    on_the_ring = assigned(halves, model, usp)
+    assert on_the_ring.whole
+    assert len(on_the_ring.places) == 2
+    assert not on_the_ring.skips(usp)
+    assert assigned(halves, model, Layout(cp=2)).skips(Layout(cp=2))
+    short = np.repeat(np.arange(64), 64)[None]
+    for layout in (usp, Layout(cp=2, cp_ulysses=2), Layout(cp=4)):
+        assert assigned(short, model, layout).skips(layout)
+    # One document of half the tokens costs what the short ones of the other half do not.
+    uneven = np.where(np.arange(4096) < 2048, 0, short)
+    assert whole_documents(uneven, keys_seen(uneven, model), 2) is not None
+    assert not assigned(uneven, model, Layout(cp=2)).whole
+    assert assigned(whole, model, Layout(cp=2, cp_ulysses=2)).places == ((range(4096),),)
+
+
+def test_more_micro_batches_of_an_example_exchange_nothing_where_documents_are_shorter():
+    model, layout = replace(MODEL, seq_len=1024, d_model=256, n_heads=4), Layout(cp=4)
+    short, long = (documents.imbalances(model, layout, documents.MEANS[name]) for name in ("short", "long"))
+    assert long["skipped"] < 0.1
+    assert short["skipped"] > 0.5
+    for found in (short, long):
+        assert 1 <= found["documents"] < found["position"]
+    alone = documents.imbalances(model, Layout(cp=4, cp_ulysses=4), documents.MEANS["short"])
+    assert alone["position"] == 1
+    assert alone["skipped"] > 0.5
 
 
 def test_a_long_tail_is_balanced_where_zig_zag_is_not():

@@ -238,9 +238,9 @@ def _ulysses(layout: Layout, model: ModelConfig) -> Iterator[Problem]:
 
 
 def unbalanced(job: Job) -> str:
-    """Returns why a ring's groups get their tokens by position; empty if documents decide."""
+    """Returns why context-parallel ranks get their tokens by position; empty if documents decide."""
     layout, model = job.layout, job.model
-    if layout.ring == 1 or not job.data.document_mask or layout.cp_balance == "position":
+    if layout.cp == 1 or not job.data.document_mask or layout.cp_balance == "position":
         return "nothing to balance"
     if slices_of(layout) > 1:
         return "slices of sequences are pipelined one after the other, each cut by position; schedule=1f1b does not"
@@ -255,7 +255,7 @@ def unbalanced(job: Job) -> str:
 
 def _context_problems(job: Job) -> Iterator[Problem]:
     yield from _ulysses(job.layout, job.model)
-    asked = job.layout.cp_balance == "documents" and job.layout.ring > 1 and job.data.document_mask
+    asked = job.layout.cp_balance == "documents" and job.layout.cp > 1 and job.data.document_mask
     if asked and (why := unbalanced(job)):
         yield "layout.cp_balance", f"{why}; nearest legal: cp_balance=position"
     yield from context_problems(job)

@@ -150,8 +150,8 @@ CONDITIONS: dict[str, Condition] = {
         "is for a ring of Ulysses groups: layout.cp_ulysses above 1 and below layout.cp",
     ),
     "layout.cp_balance": (
-        lambda job: (job.layout.ring > 1 and job.data.document_mask) or job.layout.auto,
-        "is for documents on a ring: data.document_mask=true, and layout.cp above layout.cp_ulysses",
+        lambda job: (job.layout.cp > 1 and job.data.document_mask) or job.layout.auto,
+        "is for documents over context-parallel ranks: data.document_mask=true, and layout.cp above 1",
     ),
     **{f"layout.{name}": _PIPELINE for name in ("schedule", "pp_chunks", "pp_slices", "pp_cut")},
     **{f"layout.{name}": _GATHERED for name in ("reshard", "prefetch")},

@@ -38,7 +38,7 @@ from phalanx.gc import gc_paused
 from phalanx.nearest import did_you_mean
 from phalanx.optimizers.catalogue import state_bytes_of
 from phalanx.partition.derived import PARAMETER_BYTES, slices_of, solve
-from phalanx.partition.documents import imbalances
+from phalanx.partition.documents import MEANS, imbalances
 from phalanx.partition.ramp import assumption
 from phalanx.pictures import context as context_picture
 from phalanx.pictures import layout as layout_picture
@@ -198,13 +198,19 @@ def run(words: Words) -> int:
         document["slices"] = {name: {**vars(cut), "latency_s": cut.latency} for name, cut in cuts.items()}
         text = "\n".join([text, "", *slices.lines(cuts)])
     if not unbalanced(job):
-        document["cp_imbalance"] = found = imbalances(job.model, job.layout.ring)
-        said = (
-            f"documents on the ring: the fullest rank has {found['documents']:.2f} × the mean of the pairs of queries "
-            f"and keys by cost, {found['position']:.2f} × by position, where lengths are log-normal with a mean of an "
-            "eighth of a sequence; documents decide what cp sends"
+        found = {name: imbalances(job.model, job.layout, mean) for name, mean in MEANS.items()}
+        document["cp_imbalance"] = found
+        text = "\n".join(
+            [
+                *(text, "", "documents over cp ranks, of log-normal lengths; they decide what cp sends:"),
+                *(
+                    f"  mean 1/{1 / MEANS[name]:.0f} of a sequence: the fullest rank has {each['documents']:.2f} × the "
+                    f"mean of the pairs of queries and keys ({each['position']:.2f} × by position), and "
+                    f"{each['skipped']:.0%} of the micro-batches exchange nothing"
+                    for name, each in found.items()
+                ),
+            ]
         )
-        text = "\n".join([text, "", said])
     if words.theirs is not None:
         document["from"] = foreign.document(words.theirs, spec.framework.name)
         text = "\n".join([text, "", *foreign.lines(words.theirs, spec.framework.name, words.loaded)])

@@ -38,8 +38,9 @@ class Layout(Hashed):
     cp_inner: Literal["ulysses", "ring"] = "ulysses"
     """With both ulysses and ring: the one that joins neighbouring ranks and so gets the faster links."""
     cp_balance: Literal["auto", "position", "documents"] = "auto"
-    """Tokens of each ring group: by position, in zig-zag, which balances whole sequences; or with data.document_mask
-    chunks by what attention within documents costs. auto: by documents wherever that is possible."""
+    """Tokens of each cp rank: by position, on a ring in zig-zag, which balances whole sequences; or with
+    data.document_mask whole documents, where these are short enough that no rank needs another's keys, and otherwise on
+    a ring chunks by what attention within documents costs. auto: by documents wherever that is possible."""
     tp: Annotated[int, Interval(1)] = 1
     """Tensor-parallel ranks: each holds a part of every matrix."""
     pp: Annotated[int, Interval(1)] = 1

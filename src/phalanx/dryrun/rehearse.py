@@ -334,7 +334,8 @@ class _DrawnFeed:
         if self.next is None:
             share = self.batch.global_batch // self.mesh.data_ranks
             rows, first = (self.batch.global_batch, self.mesh.data_rank * share) if self.observer else (share, 0)
-            self.next, valid = drawn(self.job, self.vocab_size, rows, range(first, first + share), self.step)
+            step = self.step * (1 + self.job.data.document_mask)  # in even ones documents are long
+            self.next, valid = drawn(self.job, self.vocab_size, rows, range(first, first + share), step)
             self.valid = valid if self.observer else valid * self.mesh.data_ranks
             self.step += 1
             if self.observer:

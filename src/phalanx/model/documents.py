@@ -6,12 +6,13 @@ from collections.abc import Callable
 from functools import cached_property
 from typing import NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from phalanx.model.layers import uncompiled
-from phalanx.partition.documents import DocumentCut, Numbers, Places, chunked
+from phalanx.partition.documents import DocumentCut, Numbers, Places, begins_of, chunked
 
 ROWS_PER_DOCUMENT = 128
 """Rows that flash attention adds to its buffers for every document in the backward pass."""
@@ -31,12 +32,13 @@ class PackedDocuments(NamedTuple):
 class Documents:
     """The documents of the sequences of a batch. Each is a run of tokens."""
 
-    def __init__(self, numbers: Tensor, places: Places = (), host: Numbers | None = None):
-        """`host` are the numbers in the host's memory, which `places` need."""
+    def __init__(self, numbers: Tensor, places: Places = (), host: Numbers | None = None, place: int = 0):
+        """`host` are the numbers in the host's memory, which `places` need, and `place` is this rank's."""
         self.numbers = numbers
         """The document number of each token, (batch, seq), int64: others in the documents before and after it."""
-        self.places, self.host = places, host
-        """The tokens of each position of a ring, as runs, if these go by documents."""
+        self.places, self.host, self.place = places, host, place
+        """The tokens of each position of a ring, as runs, if these go by documents; or of each cp rank, if these have
+        whole documents."""
         self.cuts = dict[int, DocumentCut]()
         self.parts = dict[tuple[int | None, int | None], Documents]()
         self.by_chunk: dict[int, Documents] = {}
@@ -69,7 +71,7 @@ class Documents:
 
     def to(self, device: torch.device) -> Documents:
         """Copies them to a device, packed before so that nothing waits for it."""
-        moved = Documents(self.numbers.to(device, non_blocking=True), self.places, self.host)
+        moved = Documents(self.numbers.to(device, non_blocking=True), self.places, self.host, self.place)
         if device.type != self.numbers.device.type:
             moved.bounds = self.bounds
             moved.packed = tuple(
@@ -82,14 +84,24 @@ class Documents:
         key = samples.start, samples.stop
         if key not in self.parts:
             host = None if self.host is None else self.host[samples]
-            self.parts[key] = Documents(self.numbers[samples], self.places, host)
+            self.parts[key] = Documents(self.numbers[samples], self.places, host, self.place)
         return self.parts[key]
 
-    def cut(self, place: int, window: int) -> DocumentCut:
-        """Returns what a position of a ring sees of the others' keys. The layers share it."""
+    @cached_property
+    def local(self) -> Documents | None:
+        """The documents of this place's tokens alone; None if some place has a part of one."""
+        assert self.host is not None, "places come with the host's numbers"
+        begins = begins_of(self.host)
+        if not all(begins[:, run.start].all() for runs in self.places for run in runs):
+            return None
+        held = np.concatenate([np.arange(run.start, run.stop) for run in self.places[self.place]])
+        return Documents(torch.from_numpy(begins[:, held].cumsum(axis=1))).to(self.numbers.device)
+
+    def cut(self, window: int) -> DocumentCut:
+        """Returns what this rank's place sees of the others' keys. The layers share it."""
         if window not in self.cuts:
             assert self.host is not None, "places come with the host's numbers"
-            self.cuts[window] = DocumentCut(self.host, self.places, place, window)
+            self.cuts[window] = DocumentCut(self.host, self.places, self.place, window)
         return self.cuts[window]
 
 
@@ -106,7 +118,7 @@ def in_chunks(documents: Documents | None, size: int, keys: Tensor) -> Documents
         within = places - places.where(begins, 0).cummax(1).values
         numbers = (begins | (within % size == 0)).long().cumsum(1)
         host = None if documents.host is None else chunked(documents.host, size)
-        documents.by_chunk[size] = Documents(numbers, documents.places, host)
+        documents.by_chunk[size] = Documents(numbers, documents.places, host, documents.place)
     return documents.by_chunk[size]
 
 

@@ -3,7 +3,8 @@
 In a grid of ring × ulysses ranks (Fang and Zhao 2024, USP), those at one place of the ring exchange heads for tokens
 (Ulysses: Jacobs et al. 2023), so that in between attention is that of one device with fewer heads, and between the
 places keys and values are sent (ring.py). partition/tensor_slices.py says which positions a rank holds. Everything
-else in a model works on single tokens, except for experts' counts over whole sequences.
+else in a model works on single tokens, except for experts' counts over whole sequences. Micro-batches whose documents
+are short are computed without any exchange: then every rank has whole documents (partition/documents.py).
 """
 
 from __future__ import annotations
@@ -123,14 +124,17 @@ class ContextAttention(CoreAttention):
         """Computes the same as CoreAttention.attend, for `q` (batch, heads, tokens here, head_size), `k` and `v` of the
         tokens here, of all slices of a sequence so far, `documents` of whole sequences and `sinks` (heads,)."""
         ring, ulysses, slices = self.ring, self.ulysses, k.shape[2] // q.shape[2]
-        if ulysses.size > 1:
+        # More places than the ring has: each rank has whole documents, of which it computes all heads.
+        alone = documents is not None and len(documents.places) > ring.size
+        exchanges = ulysses.size > 1 and not alone
+        if exchanges:
             q, k, v = to_heads(q, ulysses), to_heads(k, ulysses, slices), to_heads(v, ulysses, slices)
             if sinks is not None:
                 sinks = sinks.chunk(ulysses.size)[ulysses.rank]
             if noise is not None:
                 part, parts = noise.heads
                 noise = replace(noise, heads=(part * ulysses.size + ulysses.rank, parts * ulysses.size))
-        if ring.size > 1:
+        if ring.size > 1 or alone:
             dropping = None
             if self.chunks:
                 every = k.new_empty(()).expand(len(k), 1, k.shape[2] * ring.size, 1)
@@ -143,7 +147,7 @@ class ContextAttention(CoreAttention):
                 last = torch.arange(k.shape[2] - q.shape[2], k.shape[2], device=q.device)
                 noise = replace(noise, places=last, seq_len=noise.seq_len or k.shape[2])
             o = super().attend(q, k, v, noise, documents, sinks)
-        return to_tokens(o, ulysses) if ulysses.size > 1 else o
+        return to_tokens(o, ulysses) if exchanges else o
 
 
 @dataclass(frozen=True)

@@ -62,17 +62,25 @@ class Sight:
     """The visibility of every place's keys to one rank's queries, and with a window the keys that places send each
     other."""
 
-    def __init__(self, ring: Axis, tokens: int, slices: int, reach: Reach, dropping: Dropping | None):
+    def __init__(
+        self, ring: Axis, tokens: int, slices: int, reach: Reach, dropping: Dropping | None, at_once: bool = False
+    ):
+        """`at_once`: whether one call computes this rank's own keys, if it has whole documents."""
         self.ring, self.dropping, self.tokens, self.slices = ring, dropping, tokens, slices
+        self.place, self.whole = ring.rank, slices * tokens * ring.size
+        """This rank's place, and the tokens of whole sequences so far."""
         self.window, self.documents, self.scoring = reach.window, reach.documents, reach.scoring
         self.straight = bool(self.window)
         """Whether keys go straight to the places that see them."""
-        self.cut = None
+        self.cut = self.local = None
         if self.documents is not None and self.documents.places:
             assert slices == 1, "slices are cut by position"
-            self.cut = self.documents.cut(ring.rank, self.window)
-            self.keys, self.blocks, self.straight, self.hops = self.cut.keys, self.cut.blocks, True, self.cut.hops
-            self.queries = self.keys[ring.rank]
+            self.cut, self.place = self.documents.cut(self.window), self.documents.place
+            self.keys, self.straight, self.hops = self.cut.keys, True, self.cut.hops
+            self.queries, self.whole = self.keys[self.place], tokens * len(self.keys)
+            self.local = self.documents.local if at_once else None
+            everything = RingBlock(slice(None), slice(None), causal=True)
+            self.blocks = self.cut.blocks if self.local is None else [[everything]] * len(self.keys)
             return
         self.hops = ring_hops(tokens * ring.size, ring.size, slices, self.window)
         self.queries = self._own_keys()[-2:]
@@ -109,11 +117,13 @@ class Sight:
         """Returns which probabilities dropout keeps, (batch, heads, queries, all places' keys by position), if any."""
         if self.dropping is None:
             return None
-        return self.dropping.keep(_positions(self.queries, device), self.slices * self.tokens * self.ring.size)
+        return self.dropping.keep(_positions(self.queries, device), self.whole)
 
     def seen(self, source: int, block: RingBlock, keep: Tensor | None, q: Tensor, v: Tensor) -> Seen:
         """Returns which keys of one block its queries see; `q` and `v` are those of all blocks."""
         mask, device = None, q.device
+        if self.local is not None:
+            return Seen(causal=True, documents=self.local, window=self.window)
         if block.window and keep is None and not self.scoring.softcap and is_flash(q, v):
             return Seen(block.causal, window=block.window)
         if block.masked:
@@ -266,8 +276,8 @@ class Around:
 
 
 class Straight:
-    """With a window a place sends its last keys and values straight to the few places that see them, and their
-    gradients come straight back. To the others it sends nothing."""
+    """With a window, or documents, a place sends keys and values straight to the places that see them, and their
+    gradients come straight back. To the others it sends nothing: with whole documents to none."""
 
     def __init__(self, sight: Sight, k: Tensor, v: Tensor):
         self.sight, self.ring, self.k, self.v = sight, sight.ring, k, v
@@ -275,7 +285,7 @@ class Straight:
         self.moving: tuple[Pending, tuple[Tensor, Tensor, Tensor], list[slice]] | None = None
 
     def arriving(self) -> Iterator[tuple[int, Tensor, Tensor]]:
-        source, keys, values = self.ring.rank, self.k, self.v
+        source, keys, values = self.sight.place, self.k, self.v
         for hops in self.sight.hops:
             after, before = self._places(hops)
             columns = self.sight.keys_for(after)
@@ -290,7 +300,7 @@ class Straight:
         yield source, keys, values
 
     def give_back(self, source: int, gradients: Tensor) -> None:
-        if source == self.ring.rank:
+        if source == self.sight.place:
             self.home = _split(gradients, self.k.shape, self.v.shape)[1:]
             return
         self._take_in()
@@ -341,12 +351,14 @@ def ring_attention(
     sinks: Tensor | None = None,
 ) -> Tensor:
     """Computes causal attention of this rank's queries `q` (batch, heads, tokens, head_size) over all ranks' `k`
-    (batch, kv_heads, keys, head_size) and `v`: (batch, heads, tokens, size of v's heads).
+    (batch, kv_heads, keys, head_size) and `v`: (batch, heads, tokens, size of v's heads). Where ranks have whole
+    documents, nothing is sent.
 
     If sequences pass a pipeline in slices, the keys are those of all slices so far, in order, and the queries those of
     the last. The documents of `reach` are those of at least all ranks' keys. `sinks` (heads,) join each
     head's softmax."""
-    sight = Sight(ring, q.shape[2], k.shape[2] // q.shape[2], reach, dropping)
+    at_once = is_flash(q, v) and dropping is None and not reach.scoring.softcap
+    sight = Sight(ring, q.shape[2], k.shape[2] // q.shape[2], reach, dropping, at_once)
     return _Ring.apply(q, k, v, sinks, sight)  # pyright: ignore[reportReturnType]
 
 

@@ -2,8 +2,9 @@
 
 A sequence is cut into equal chunks. Every position gets as many of them, chosen by what attention within documents
 costs (MagiAttention, 2025: dispatch by area), so that all attend to about as many keys; a position then needs only the
-keys of its own documents. All sequences of a micro-batch are cut alike, by their summed cost. Positions without
-documents are those of blocks/attention.py, in zig-zag.
+keys of its own documents. Where documents are short, positions get whole ones instead, and exchange nothing (dynamic
+context parallelism). All sequences of a micro-batch are cut alike, by their summed cost. Positions without documents
+are those of blocks/attention.py, in zig-zag.
 """
 
 from __future__ import annotations
@@ -19,11 +20,19 @@ from numpy.typing import NDArray
 
 from phalanx.blocks.attention import LEAST_RUN, zigzag_runs
 from phalanx.blocks.kinds import block_kinds
+from phalanx.blocks.parameters import matrix_flops_per_token
+from phalanx.config.layout import Layout
 from phalanx.config.model import ModelConfig
 from phalanx.partition.tensor_slices import window_blocks
 
 CHUNKS = 16
 """Most chunks of a sequence per position: more balance better, and cut more documents."""
+MORE_WORK = 0.05
+"""The share of a rank's FLOPs that the fullest rank may have more with whole documents than with chunks by cost."""
+FILLING = 8
+"""Documents per position, the shortest, that at first fill up what the longer ones leave."""
+MEANS = {"long": 1 / 8, "short": 1 / 64}
+"""The mean lengths of examples of documents, in sequences."""
 Numbers = NDArray[np.int64]
 """The document number of each token of some sequences, (batch, seq): others in the documents before and after it."""
 Places = Sequence[Sequence[range]]
@@ -93,11 +102,17 @@ class Assignment(NamedTuple):
     """The tokens of each position, as runs in order."""
     pairs: tuple[int, ...]
     """The pairs of queries and keys of each position, over all sequences and layers."""
+    whole: bool = False
+    """Whether every document is at one position, so that positions exchange nothing."""
 
     @property
     def imbalance(self) -> float:
         """The most pairs of a position over their mean."""
         return max(self.pairs) * len(self.pairs) / max(1, sum(self.pairs))
+
+    def skips(self, layout: Layout) -> bool:
+        """Returns whether cp ranks exchange nothing in attention."""
+        return self.whole and len(self.places) == layout.cp
 
 
 def assign(seen: Numbers, ring: int) -> Assignment:
@@ -118,6 +133,82 @@ def assign(seen: Numbers, ring: int) -> Assignment:
     return Assignment(tuple(tuple(_runs(np.flatnonzero(mine))) for mine in places), tuple(loads.tolist()))
 
 
+def assigned(numbers: Numbers, model: ModelConfig, layout: Layout) -> Assignment:
+    """Distributes the documents of a micro-batch: whole over all cp ranks, which then exchange nothing, or else whole
+    over the positions of the ring, where the fullest rank's FLOPs exceed those of chunks by cost by at most
+    `MORE_WORK`; otherwise in chunks over the ring. All ranks find the same, from the documents alone."""
+    seen = keys_seen(numbers, model)
+    chunks = assign(seen, layout.ring)
+    matrices = sum(matrix_flops_per_token(model, layer) for layer in range(model.n_layers))
+    in_pairs = matrices / (2 * model.n_heads * (model.head_size + model.v_head_size)) * seen.size
+    most = (1 + MORE_WORK) * (in_pairs + max(chunks.pairs) * layout.ring)
+    for parts in dict.fromkeys((layout.cp, layout.ring)):
+        if (
+            parts > 1
+            and (found := whole_documents(numbers, seen, parts))
+            and in_pairs + max(found.pairs) * parts <= most
+        ):
+            return found
+    return chunks
+
+
+def whole_documents(numbers: Numbers, seen: Numbers, parts: int) -> Assignment | None:
+    """Distributes whole documents over `parts` positions with as many tokens each; returns None if a document is longer
+    than such a part, or no distribution is found.
+
+    The longest are dealt to the position with the fewest pairs so far. Of the shortest some subset then fills each
+    position exactly: the fewer these are, the better the balance, and the more, the likelier there is one. Where
+    sequences of a micro-batch are cut alike, documents are the runs between tokens at which one begins in each."""
+    tokens = numbers.shape[1]
+    starts = np.flatnonzero(begins_of(numbers).all(axis=0))
+    lengths, costs = np.diff(starts, append=tokens), np.add.reduceat(seen.sum(0), starts)
+    order, last = np.argsort(-lengths, kind="stable"), FILLING * parts
+    while lengths.max() * parts <= tokens:
+        dealt = _dealt(
+            lengths[order].tolist(), costs[order].tolist(), parts, tokens // parts, max(0, len(order) - last)
+        )
+        if dealt:
+            owners = np.empty(len(order), np.int64)
+            owners[order] = dealt
+            held = np.repeat(owners, lengths)
+            places = tuple(tuple(_runs(np.flatnonzero(held == place))) for place in range(parts))
+            return Assignment(places, tuple(int(costs[owners == place].sum()) for place in range(parts)), whole=True)
+        if last >= len(order):
+            break
+        last *= 2
+    return None
+
+
+def _dealt(lengths: list[int], costs: list[int], parts: int, room: int, long: int) -> list[int]:
+    """Returns the position of each document, the longest first, of `parts` with `room` tokens each: the first `long` by
+    cost, the others by subsets that fill the positions exactly; an empty list if these are not there."""
+    rooms, loads, owners = [room] * parts, [0] * parts, [0] * len(lengths)
+    for number in range(long):
+        fitting = [place for place in range(parts) if rooms[place] >= lengths[number]]
+        if not fitting:
+            return []
+        owners[number] = place = min(fitting, key=loads.__getitem__)
+        rooms[place] -= lengths[number]
+        loads[place] += costs[number]
+    left = list(range(long, len(lengths)))
+    for place in sorted(range(parts), key=lambda place: -loads[place]):
+        # Bit s of `sums[n]`: whether some of the first n that are left have s tokens together.
+        sums, mask, missing = [1], (2 << rooms[place]) - 1, rooms[place]
+        for number in left:
+            sums.append(sums[-1] | sums[-1] << lengths[number] & mask)
+        if not sums[-1] >> missing & 1:
+            return []
+        skipped = list[int]()
+        for number, before in zip(reversed(left), reversed(sums[:-1]), strict=True):
+            if before >> missing & 1:
+                skipped.append(number)
+            else:
+                owners[number] = place
+                missing -= lengths[number]
+        left = skipped[::-1]
+    return owners
+
+
 def pairs_of(seen: Numbers, places: Places) -> Assignment:
     """Returns the pairs of positions that hold given tokens."""
     every = seen.sum(0)
@@ -135,13 +226,15 @@ def long_tailed(tokens: int, sequences: int = 1, mean: float = 1 / 8) -> Numbers
     return numbers.astype(np.int64)
 
 
-def imbalances(model: ModelConfig, ring: int) -> dict[str, float]:
-    """Returns the most pairs of a position over their mean in an example of documents, by cost and by position."""
-    seen = keys_seen(long_tailed(model.seq_len, 64), model)
-    zigzag = [zigzag_runs(model.seq_len, ring, place) for place in range(ring)]
-    cuts = [(assign(row, ring), pairs_of(row, zigzag)) for row in np.split(seen, len(seen))]
-    means = np.mean([[cut.imbalance for cut in each] for each in cuts], axis=0).tolist()
-    return dict(zip(("documents", "position"), means, strict=True))
+def imbalances(model: ModelConfig, layout: Layout, mean: float) -> dict[str, float]:
+    """Returns the most pairs of a position over their mean in an example of documents whose mean length is this share
+    of a sequence, by cost and by position, and the share of its micro-batches of a sequence that exchange nothing."""
+    rows = np.split(long_tailed(model.seq_len, 32, mean), 32)
+    zigzag = [zigzag_runs(model.seq_len, layout.ring, place) for place in range(layout.ring)]
+    cuts = [assigned(row, model, layout) for row in rows]
+    by_position = [pairs_of(keys_seen(row, model), zigzag).imbalance for row in rows]
+    means = [np.mean(each) for each in ([cut.imbalance for cut in cuts], by_position, [c.skips(layout) for c in cuts])]
+    return dict(zip(("documents", "position", "skipped"), map(float, means), strict=True))
 
 
 class DocumentCut:

@@ -38,7 +38,7 @@ def svg(job: Job) -> str:
         )
     title = subject(job, layout.world)
     numbers, places = None, tuple(ring_positions(layout, tokens, place) for place in range(layout.ring))
-    if not unbalanced(job):
+    if layout.ring > 1 and not unbalanced(job):
         numbers = long_tailed(tokens)
         places = assign(keys_seen(numbers, job.model), layout.ring).places
     caption = [*_first_lines(layout, tokens), *_caption(layout, _windows(job.model), numbers)]

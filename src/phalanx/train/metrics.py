@@ -146,15 +146,16 @@ def line(row: dict[str, float], memory: int) -> str:
 
     Of modules for further tokens, the mean of their losses stands after the loss; of preference pairs, margin and
     accuracy of the rewards stand before `tps`, of completions what `rewards` shows; of conversations, the share of the
-    positions that are padding, which no figure counts; of documents on a ring, the most pairs of queries and keys that
-    a ring position has over their mean.
+    positions that are padding, which no figure counts; of documents over cp ranks, the most pairs of queries and keys
+    that a rank has over their mean, and the share of the micro-batches in which these ranks exchange nothing.
     """
     value = row["tflops"]
     tflops = f"{value:.0f}" if value >= 100 else f"{value:#.3g}".rstrip(".")  # 163, 1.23, 0.0519
     mtp = f"mtp_loss: {row['mtp_loss']:.4f}  " if "mtp_loss" in row else ""
     mfu = f"mfu: {row['mfu']:.1%}  " if "mfu" in row else ""
     padding = f"padding: {row['padding']:.1%}  " if "padding" in row else ""
-    padding += f"cp_imbalance: {row['cp_imbalance']:.2f}  " if "cp_imbalance" in row else ""
+    if "cp_imbalance" in row:
+        padding += f"cp_imbalance: {row['cp_imbalance']:.2f}  cp_skipped: {row['cp_skipped']:.0%}  "
     return (
         f"step: {row['step']:.0f}  loss: {row['loss']:.4f}  {mtp}grad_norm: {row['grad_norm']:.2f}  "
         f"lr: {row['lr']:.1e}  "
@@ -250,9 +251,10 @@ class Recorder(Callback):
     def step(self, number: int, values: dict[str, float]) -> None:
         """Records step `number`, which ends now: `values` has its loss, gradient norm and learning rate."""
         row = {"step": number, **values, **self.meter.step(number), "memory": devices.peak_memory(self.device)}
-        if imbalances := self.stepper.imbalances:
-            row["cp_imbalance"] = sum(imbalances) / len(imbalances)
-            imbalances.clear()
+        if found := self.stepper.assignments:
+            row["cp_imbalance"] = sum(each.imbalance for each in found) / len(found)
+            row["cp_skipped"] = sum(each.skips(self.stepper.job.layout) for each in found) / len(found)
+            found.clear()
         self.newest = number
         heartbeat.memory(row["memory"])
         sources = self.source_tokens(number)

@@ -36,7 +36,7 @@ from phalanx.parallel.pipeline import PipeDream, Pipeline, StashingPipeline
 from phalanx.parallel.precision import DTYPES, LossScale
 from phalanx.partition import derived as batch
 from phalanx.partition.derived import HOST, Part, is_offloaded, named, tier_of
-from phalanx.partition.documents import Numbers, Places, assign, keys_seen
+from phalanx.partition.documents import Assignment, Numbers, Places, assigned
 from phalanx.partition.tensor_slices import cp_coordinates, rank_positions, rank_share
 from phalanx.techniques.catalogue import updates_of
 from phalanx.techniques.memory import offload_problems, with_offload
@@ -302,9 +302,8 @@ class Stepper:
         runner = self.replica.runner
         self.slices = runner.schedule.slices if isinstance(runner, Pipeline) else 1
         self.places = dict[tuple[int, int], Tensor | None]()
-        self.imbalances = list[float]()
-        """Of micro-batches cut by documents since a step was recorded, the most pairs of queries and keys of a ring
-        position over their mean."""
+        self.assignments = list[Assignment]()
+        """Of the documents of micro-batches over cp ranks, since a step was recorded."""
         self.independent_replicas = job.layout.independent_replicas
         self.elastic = elastic
         self.sync: LocalSGD | None = None
@@ -508,12 +507,18 @@ class Stepper:
         targets = torch.from_numpy(micro.targets).to(self.device, non_blocking=True)
         documents = None
         if micro.documents is not None:
-            assigned = () if unbalanced(self.job) else self.assigned(micro.documents, validates)
-            documents = Documents(torch.from_numpy(micro.documents), assigned, micro.documents).to(self.device)
-            if assigned:
-                cp = self.mesh.coordinates["cp"]
-                runs = rank_share(self.job.layout, assigned[cp_coordinates(self.job.layout, cp)[0]], cp)
+            every, place = (), 0
+            if not unbalanced(self.job):
+                every, layout, cp = (
+                    self.assigned(micro.documents, validates),
+                    self.job.layout,
+                    self.mesh.coordinates["cp"],
+                )
+                alone = len(every) == layout.cp
+                place = cp if alone else cp_coordinates(layout, cp)[0]
+                runs = every[place] if alone else rank_share(layout, every[place], cp)
                 places = torch.tensor([position for run in runs for position in run], device=self.device)
+            documents = Documents(torch.from_numpy(micro.documents), every, micro.documents, place).to(self.device)
         reference = None if micro.reference is None else torch.from_numpy(micro.reference).to(self.device)
         policy = None if micro.policy is None else torch.from_numpy(micro.policy).to(self.device, non_blocking=True)
         conversations = None
@@ -542,10 +547,10 @@ class Stepper:
         return MicroTensors(tokens, targets, noise, places, documents, reference, policy, conversations, further)
 
     def assigned(self, numbers: Numbers, validates: bool) -> Places:
-        """Returns the tokens of every position of the ring, by the documents of a micro-batch."""
-        found = assign(keys_seen(numbers, self.job.model), self.job.layout.ring)
+        """Returns the tokens of every cp rank, or of every position of the ring, by the documents of a micro-batch."""
+        found = assigned(numbers, self.job.model, self.job.layout)
         if not validates:
-            self.imbalances.append(found.imbalance)
+            self.assignments.append(found)
         return found.places
 
     def _places(self, seq_len: int, slices: int) -> Tensor | None:

@@ -324,10 +324,11 @@ def micro_batches(
 def drawn(job: Job, vocab_size: int, rows: int, mine: range, step: int) -> tuple[list[MicroBatch], int]:
     """Returns the random micro-batches of some of a step's `rows` sequences, and the valid tokens of all rows; their
     number differs from row to row, and the last row has none. The first rows have one token alone. With
-    `data.document_mask` every row is cut into documents at different places, and where only answers count, parts of
-    every row do. Rows of conversations have padding behind the last target, and with `data.packing` several
-    conversations. Of preference pairs the answers are random, too, and it returns the number of pairs; of completions
-    everything that the loss compares, and it returns the number of rows."""
+    `data.document_mask` every row is cut into documents at different places, in odd steps also after each quarter, in
+    even ones not in the middle half, and where only answers count, parts of every row do. Rows of conversations have
+    padding behind the last target, and with `data.packing` several conversations. Of preference pairs the answers are
+    random, too, and it returns the number of pairs; of completions everything that the loss compares, and it returns
+    the number of rows."""
     seq_len, size = job.model.seq_len, batch.solve(job.train.global_batch, job.layout).micro_batch
     generator = np.random.default_rng(derive_seed(job.train.seed, "verify", step))
     tokens = generator.integers(vocab_size, size=(rows, seq_len + 1))
@@ -337,6 +338,10 @@ def drawn(job: Job, vocab_size: int, rows: int, mine: range, step: int) -> tuple
     behind[-1] |= rows > 1 and not has_pairs(job.data)
     targets[behind] = IGNORE
     ends = generator.random((rows, seq_len)) < DOCUMENT_ENDS
+    if job.data.document_mask and step % 2:  # so short that cp ranks have whole ones
+        ends[:, np.arange(1, 5) * seq_len // 4 - 1] = True
+    elif job.data.document_mask:  # one is longer than half, so that they exchange keys
+        ends[:, seq_len // 4 : seq_len - seq_len // 4] = False
     documents = (ends.cumsum(axis=1) - ends).astype(np.int64) if job.data.document_mask else None
     if has_answers(job.data) and not has_pairs(job.data):
         targets[(generator.random((rows, seq_len)) < ANSWER_BORDERS).cumsum(axis=1) % 2 == 0] = IGNORE
