@@ -32,7 +32,7 @@ from phalanx.model.transformer import Transformer
 from phalanx.parallel.apply import apply
 from phalanx.parallel.compiled import FOLDER, keep_compiled
 from phalanx.parallel.mesh import alone, build
-from phalanx.parallel.objective import MicroTensors
+from phalanx.parallel.objective import FurtherTokens, MicroTensors
 from phalanx.parallel.pipeline import PipeDream
 
 # What torch compiles is kept in the user's cache folder, and a folder that others can write is not used.
@@ -238,7 +238,8 @@ def few_many_and_plain(
                 own = (tp.rank, tp.size)
                 noise = Noise(1, step, range(2), heads=own, tokens=own if layout.sp else (0, 1))
             replica.clear()
-            micro = MicroTensors(tokens, tokens, noise, documents=packed)
+            further = (FurtherTokens.of(tokens, tokens, packed, depth) for depth in range(1, model.mtp + 1))
+            micro = MicroTensors(tokens, tokens, noise, documents=packed, further=tuple(further))
             if isinstance(replica.runner, PipeDream):
                 loss = replica.runner.run_batch([micro] * micros, 1.0, None, lambda _: None)
             else:
