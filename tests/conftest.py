@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -68,7 +69,7 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[Callable[..., list[Any]]]:
-    """`ranks(fn, world, *args, timeout=60)`: the results of `fn(ranks, *args)` on `world` gloo ranks, by rank.
+    """`ranks(fn, world, *args, timeout=180)`: the results of `fn(ranks, *args)` on `world` gloo ranks, by rank.
 
     `fn` stands at the top of a test module. The processes are warm: a call costs about 0.05 s for 2 ranks and 0.1 s
     for 8. What a rank raises is raised here, with its traceback. See phalanx.launch.pool.
@@ -80,4 +81,4 @@ def ranks() -> Iterator[Callable[..., list[Any]]]:
         patch.setattr(warm, "is_cold", True)  # what ranks start is theirs, and not a fork of a test's server
         pool = Pool(8, preload)
     with pool:
-        yield pool.run
+        yield partial(pool.run, timeout=180)  # the first call imports test modules, on machines that may be busy

@@ -29,7 +29,7 @@ JOB = Job(model=MODEL)
 @pytest.fixture
 def report_of(ranks, monkeypatch):
     """`report_of(precision, *lines)`: the report on layouts, on the warm ranks."""
-    monkeypatch.setattr(cases, "Pool", lambda *_: nullcontext(ranks.__self__))
+    monkeypatch.setattr(cases, "Pool", lambda *_: nullcontext(ranks.func.__self__))
 
     def found(precision: Precision, *lines: str, job: Job = JOB) -> RoundingReport:
         selection = select(job, lines=lines, precision=precision)
