@@ -322,7 +322,8 @@ def test_layers_of_a_kind_share_their_graphs_and_compute_the_same(ranks, name):
         assert few.frames[0] == few.frames[1], "nothing in the second step"
         assert set(few.frames[3:]) <= {*few.frames[2:3]}, "nothing for a third length"
         # Of what is compiled again some held sizes alone before: one graph of eleven more for windows under FSDP.
-        assert few.frames[-1] <= 2 * few.frames[0], "each once more for another length"
+        # A module for further tokens shares graphs with blocks only while their sizes are fixed.
+        assert few.frames[-1] <= 2 * few.frames[0] + 3 * model.mtp, "each once more for another length"
         torch.testing.assert_close(many.loss, plain.loss, rtol=1e-9, atol=1e-9)
         torch.testing.assert_close(many.gradients, plain.gradients, rtol=1e-9, atol=1e-9)
         if name in WHOLE:
