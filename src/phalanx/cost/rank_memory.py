@@ -149,10 +149,8 @@ class RankParts:
         return self.formulas.bucket(self.shards, self.step.data_ranks, self.layout)
 
     def late_bucket(self) -> float:
-        """Returns the bytes of the first bucket if it is made with the first gradient of a micro-batch, when the
-        gradient of the logits has been used."""
-        layout = self.layout
-        late = layout.zero == 2 and layout.shard_ranks > 1 and self.formulas.profile.keeps_buckets
+        """Returns the bytes of the first bucket if it is made late (MemoryFormulas.fills_late)."""
+        late = self.formulas.fills_late(self.layout.zero) and self.layout.shard_ranks > 1
         return self.bucket() if late and not self.flight.deferring else 0
 
     def _runs(self, held: Sequence[tuple[LayerKind, int]], stage: int) -> list[BlockRun]:

@@ -194,6 +194,11 @@ class MemoryFormulas:
         whole = sum(trained for _, trained, _ in shards) * self.gradient
         return (data_ranks > 1) * smaller(whole, (2 if self.offloads else 1) * bucket_bytes(layout))
 
+    def fills_late(self, zero: int) -> bool:
+        """Returns whether the first bucket is made with a micro-batch's first gradient, when the gradient of the logits
+        has been used: ZeRO-2 frees what it has sent."""
+        return zero == 2 and self.profile.keeps_buckets
+
     def sending(
         self, shards: Shards, buckets: Sequence[int], micro_batches: int, layout: Layout, arrived: float
     ) -> tuple[float, float]:

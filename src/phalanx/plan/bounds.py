@@ -121,7 +121,7 @@ class StepBytes:
                 sent = self.formulas.sent_last(self._outside(reshard), self.m, layout)
                 whole = whole + sent * self.group.shared
         bucket = 0.0
-        if zero < 2 or (zero == 2 and not self.formulas.profile.keeps_buckets):  # RankParts.late_bucket
+        if zero < 3 and not self.formulas.fills_late(zero):
             bucket = self.formulas.bucket(self.shards, self.group.data_ranks, self.tables.space.base)
         return found.fullest(found.early(self._stays, bucket), activations, whole).max(0)
 
