@@ -49,7 +49,7 @@ MOST_LINES = {
     "model": 3964,
     "optimizers": 550,
     "parallel": 7780,
-    "partition": 1570,
+    "partition": 1581,
     "pictures": 3640,
     "plan": 4360,
     "report": 1680,

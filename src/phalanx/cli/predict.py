@@ -200,17 +200,14 @@ def run(words: Words) -> int:
     if not unbalanced(job):
         found = {name: imbalances(job.model, job.layout, mean) for name, mean in MEANS.items()}
         document["cp_imbalance"] = found
-        text = "\n".join(
-            [
-                *(text, "", "documents over cp ranks, of log-normal lengths; they decide what cp sends:"),
-                *(
-                    f"  mean 1/{1 / MEANS[name]:.0f} of a sequence: the fullest rank has {each['documents']:.2f} × the "
-                    f"mean of the pairs of queries and keys ({each['position']:.2f} × by position), and "
-                    f"{each['skipped']:.0%} of the micro-batches exchange nothing"
-                    for name, each in found.items()
-                ),
-            ]
-        )
+        said = [
+            f"  mean 1/{1 / MEANS[name]:.0f} of a sequence: the fullest rank has {each['documents']:.2f} × the mean of "
+            f"the pairs of queries and keys ({each['position']:.2f} × by position), and {each['skipped']:.0%} of the "
+            "micro-batches exchange nothing"
+            for name, each in found.items()
+        ]
+        intro = "documents over cp ranks, of log-normal lengths; they decide what cp sends:"
+        text = "\n".join([text, "", intro, *said])
     if words.theirs is not None:
         document["from"] = foreign.document(words.theirs, spec.framework.name)
         text = "\n".join([text, "", *foreign.lines(words.theirs, spec.framework.name, words.loaded)])

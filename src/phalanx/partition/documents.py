@@ -12,18 +12,19 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cache, cached_property
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from phalanx.blocks.attention import LEAST_RUN, zigzag_runs
-from phalanx.blocks.kinds import block_kinds
+from phalanx.blocks.kinds import block, block_kinds
+from phalanx.blocks.operator import Place
 from phalanx.blocks.parameters import matrix_flops_per_token
 from phalanx.config.layout import Layout
 from phalanx.config.model import ModelConfig
-from phalanx.partition.tensor_slices import window_blocks
+from phalanx.partition.tensor_slices import cp_coordinates, rank_share, window_blocks
 
 CHUNKS = 16
 """Most chunks of a sequence per position: more balance better, and cut more documents."""
@@ -96,7 +97,7 @@ def keys_seen(numbers: Numbers, model: ModelConfig) -> Numbers:
 
 
 class Assignment(NamedTuple):
-    """The chunks of every position of a ring."""
+    """The tokens of every position of a ring, or of every cp rank."""
 
     places: tuple[tuple[range, ...], ...]
     """The tokens of each position, as runs in order."""
@@ -139,17 +140,30 @@ def assigned(numbers: Numbers, model: ModelConfig, layout: Layout) -> Assignment
     `MORE_WORK`; otherwise in chunks over the ring. All ranks find the same, from the documents alone."""
     seen = keys_seen(numbers, model)
     chunks = assign(seen, layout.ring)
-    matrices = sum(matrix_flops_per_token(model, layer) for layer in range(model.n_layers))
-    in_pairs = matrices / (2 * model.n_heads * (model.head_size + model.v_head_size)) * seen.size
-    most = (1 + MORE_WORK) * (in_pairs + max(chunks.pairs) * layout.ring)
+    matrices = _matrices_in_pairs(model) * seen.size
+    most = (1 + MORE_WORK) * (matrices + max(chunks.pairs) * layout.ring)
     for parts in dict.fromkeys((layout.cp, layout.ring)):
-        if (
-            parts > 1
-            and (found := whole_documents(numbers, seen, parts))
-            and in_pairs + max(found.pairs) * parts <= most
-        ):
+        found = whole_documents(numbers, seen, parts) if parts > 1 else None
+        if found and matrices + max(found.pairs) * parts <= most:
             return found
     return chunks
+
+
+@cache
+def _matrices_in_pairs(model: ModelConfig) -> float:
+    """Returns the pairs of queries and keys, of the mean layer, whose FLOPs are those of all matrices for a token."""
+    kinds = block_kinds(model)
+    cores = [each.core for kind in kinds for each in block(Place(model), kind) if each.core]
+    matrices = sum(matrix_flops_per_token(model, layer) for layer in range(model.n_layers))
+    return matrices * len(cores) / sum(core.flops / core.pairs for core in cores)
+
+
+def held(layout: Layout, places: Places, rank: int) -> tuple[int, Sequence[range]]:
+    """Returns a cp rank's place among `places`, those of the cp ranks or of the ring, and the tokens that it holds."""
+    if len(places) == layout.cp:
+        return rank, places[rank]
+    place = cp_coordinates(layout, rank)[0]
+    return place, rank_share(layout, places[place], rank)
 
 
 def whole_documents(numbers: Numbers, seen: Numbers, parts: int) -> Assignment | None:

@@ -36,8 +36,8 @@ from phalanx.parallel.pipeline import PipeDream, Pipeline, StashingPipeline
 from phalanx.parallel.precision import DTYPES, LossScale
 from phalanx.partition import derived as batch
 from phalanx.partition.derived import HOST, Part, is_offloaded, named, tier_of
-from phalanx.partition.documents import Assignment, Numbers, Places, assigned
-from phalanx.partition.tensor_slices import cp_coordinates, rank_positions, rank_share
+from phalanx.partition.documents import Assignment, Numbers, Places, assigned, held
+from phalanx.partition.tensor_slices import rank_positions
 from phalanx.techniques.catalogue import updates_of
 from phalanx.techniques.memory import offload_problems, with_offload
 from phalanx.train.elastic import ElasticDiLoCo, ElasticReplicas
@@ -303,7 +303,7 @@ class Stepper:
         self.slices = runner.schedule.slices if isinstance(runner, Pipeline) else 1
         self.places = dict[tuple[int, int], Tensor | None]()
         self.assignments = list[Assignment]()
-        """Of the documents of micro-batches over cp ranks, since a step was recorded."""
+        """The assignment of each micro-batch's documents to cp ranks, since a step was recorded."""
         self.independent_replicas = job.layout.independent_replicas
         self.elastic = elastic
         self.sync: LocalSGD | None = None
@@ -509,14 +509,8 @@ class Stepper:
         if micro.documents is not None:
             every, place = (), 0
             if not unbalanced(self.job):
-                every, layout, cp = (
-                    self.assigned(micro.documents, validates),
-                    self.job.layout,
-                    self.mesh.coordinates["cp"],
-                )
-                alone = len(every) == layout.cp
-                place = cp if alone else cp_coordinates(layout, cp)[0]
-                runs = every[place] if alone else rank_share(layout, every[place], cp)
+                every = self.assigned(micro.documents, validates)
+                place, runs = held(self.job.layout, every, self.mesh.coordinates["cp"])
                 places = torch.tensor([position for run in runs for position in run], device=self.device)
             documents = Documents(torch.from_numpy(micro.documents), every, micro.documents, place).to(self.device)
         reference = None if micro.reference is None else torch.from_numpy(micro.reference).to(self.device)
