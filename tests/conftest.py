@@ -9,12 +9,15 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import settings
 
 import warm
+
+if TYPE_CHECKING:
+    from phalanx.launch.pool import Pool
 
 pytest_plugins = ["shared_run"]
 
@@ -68,17 +71,23 @@ def pytest_collection_finish() -> None:
 
 
 @pytest.fixture(scope="session")
-def ranks() -> Iterator[Callable[..., list[Any]]]:
-    """`ranks(fn, world, *args, timeout=180)`: the results of `fn(ranks, *args)` on `world` gloo ranks, by rank.
-
-    `fn` stands at the top of a test module. The processes are warm: a call costs about 0.05 s for 2 ranks and 0.1 s
-    for 8. What a rank raises is raised here, with its traceback. See phalanx.launch.pool.
-    """
+def pool() -> Iterator[Pool]:
+    """Eight warm processes that `ranks` calls: see phalanx.launch.pool."""
     from phalanx.launch.pool import Pool
 
     preload = ["pytest", "hypothesis", *warm.PRELOAD, *warm.modules()]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(warm, "is_cold", True)  # what ranks start is theirs, and not a fork of a test's server
-        pool = Pool(8, preload)
-    with pool:
-        yield partial(pool.run, timeout=180)  # the first call imports test modules, on machines that may be busy
+        made = Pool(8, preload)
+    with made:
+        yield made
+
+
+@pytest.fixture(scope="session")
+def ranks(pool: Pool) -> Callable[..., list[Any]]:
+    """`ranks(fn, world, *args, timeout=180)`: the results of `fn(ranks, *args)` on `world` gloo ranks, by rank.
+
+    `fn` stands at the top of a test module. A call costs about 0.05 s for 2 ranks and 0.1 s for 8; the first imports
+    test modules. What a rank raises is raised here, with its traceback.
+    """
+    return partial(pool.run, timeout=180)

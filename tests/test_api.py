@@ -52,7 +52,7 @@ def test_the_example_works(name, here, monkeypatch, request):
     if name == "train_job":
         monkeypatch.setattr(api.subprocess, "run", as_if_trained)
     if name == "verify_layouts":
-        warm = request.getfixturevalue("ranks").func.__self__
+        warm = request.getfixturevalue("pool")
         monkeypatch.setattr("phalanx.verify.cases.Pool", lambda *_: nullcontext(warm))
     described = api if name == "phalanx.api" else getattr(api, name)
     (test,) = doctest.DocTestFinder(recurse=False).find(described, name, globs={**vars(api)})

@@ -266,7 +266,9 @@ def test_no_technique_asks_whether_it_is_rehearsed():
         if room in ("dryrun", "cli", "api.py"):
             continue
         source = path.read_text(encoding="utf-8")
-        for node in ast.walk(ast.parse(source)) if "dryrun" in source or "FakeTensor" in source else ():
+        if "dryrun" not in source and "FakeTensor" not in source:
+            continue
+        for node in ast.walk(ast.parse(source)):
             names = [alias.name for alias in node.names] if isinstance(node, (ast.Import, ast.ImportFrom)) else []
             module = node.module or "" if isinstance(node, ast.ImportFrom) else ""
             assert not any("dryrun" in name or "FakeTensor" in name for name in (module, *names)), path

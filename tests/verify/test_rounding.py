@@ -27,9 +27,9 @@ JOB = Job(model=MODEL)
 
 
 @pytest.fixture
-def report_of(ranks, monkeypatch):
+def report_of(pool, monkeypatch):
     """`report_of(precision, *lines)`: the report on layouts, on the warm ranks."""
-    monkeypatch.setattr(cases, "Pool", lambda *_: nullcontext(ranks.func.__self__))
+    monkeypatch.setattr(cases, "Pool", lambda *_: nullcontext(pool))
 
     def found(precision: Precision, *lines: str, job: Job = JOB) -> RoundingReport:
         selection = select(job, lines=lines, precision=precision)
