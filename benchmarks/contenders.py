@@ -188,7 +188,7 @@ def launch(argv: Sequence[str], folder: Path) -> Finished:
     # An environment's programs (ninja, for DeepSpeed's extension) are beside its interpreter.
     path = f"{Path(argv[0]).parent}{os.pathsep}{os.environ['PATH']}"
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PATH": path}
-    environment.pop("PYTHONDONTWRITEBYTECODE", None)  # pip compiles what it installs; sources would be, in every run
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)  # or every run would compile our sources
     with (folder / "stdout").open("w+") as out, (folder / "stderr").open("w+") as err:
         process = subprocess.Popen(argv, cwd=ROOT, env=environment, stdout=out, stderr=err)
         timer = threading.Timer(LIMIT_S, os.kill, (process.pid, signal.SIGTERM))

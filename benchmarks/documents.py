@@ -53,7 +53,7 @@ DATA = ("data.document_mask=true", "data.corpus=stdlib")
 POSITION, BLOCKS, COST, WHOLE = "zig-zag", "zig-zag, blocks of documents", "by cost", "whole where short"
 WAYS = (POSITION, BLOCKS, COST, WHOLE)
 Answer = tuple[Turns, dict[str, list[float]], dict[str, float]]
-"""Of one rank: its turns, and by way the processor time of each and the bytes that it sends in one."""
+"""A rank's turns; then, by way, the processor time of each turn, and the bytes that the rank sends in one turn."""
 
 
 def load(ranks: int, length: int, rows: int, balance: str) -> Job:
@@ -156,10 +156,9 @@ def training(ranks: Ranks, length: int, rows: int, mean: float, rounds: int, sec
 def imbalance(ranks: int, length: int, rows: int, mean: float) -> dict[str, float]:
     """Returns the most pairs of a rank over their mean, the mean over rows, by way."""
     job, every = load(ranks, length, rows, "documents"), long_tailed(length, rows, mean)
-    found = {}
+    found, numbers = dict[str, float](), np.split(every, rows)
+    seen = [keys_seen(each, job.model) for each in numbers]
     for way in (POSITION, COST, WHOLE):
-        seen = [keys_seen(every[row : row + 1], job.model) for row in range(rows)]
-        numbers = [every[row : row + 1] for row in range(rows)]
         each = [pairs_of(s, cut(way, job, n)).imbalance for s, n in zip(seen, numbers, strict=True)]
         found[way] = statistics.fmean(each)
     found["skipped"] = statistics.fmean(assigned(n, job.model, job.layout).skips(job.layout) for n in numbers)

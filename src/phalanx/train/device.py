@@ -101,7 +101,7 @@ def peak_memory(device: torch.device) -> int:
 PEAK_FIELDS = {torch.float32: "fp32_tflops", torch.bfloat16: "bf16_tflops", torch.float16: "fp16_tflops"}
 """The Accelerator field with the peak of each data type."""
 MEASUREMENTS, MEASUREMENT_S = 5, 0.04
-"""Number of peak measurements if none is stored, and seconds of each: a quarter of a second at the start of a run, in
+"""Number of peak measurements if none is stored, and seconds of each: a fifth of a second at the start of a run, in
 which a product of 1,024 × 1,024 runs twice per measurement at 0.1 TFLOP/s, five times at 0.25."""
 
 
