@@ -193,6 +193,21 @@ def test_a_spare_takes_the_place_of_a_lost_node_without_a_restart_of_the_others(
 
 
 @SLOW
+def test_a_run_ends_when_too_few_replicas_are_left_to_wait_for(tmp_path):
+    launched = Launched(tmp_path, "layout.dp_shard=1", "run.min_replicas=2", "run.max_restarts=1")
+    try:
+        for changes in (1, 2):
+            launched.until(partial(launched.has, "replicas", changes))
+            launched.further_steps(2)
+            launched.kill(1, 0)
+        assert launched.process.wait(PATIENCE_S) == 137
+    finally:
+        launched.process.kill()
+        launched.process.wait()
+    assert "the run ends: 1 of 2 replicas are left, run.min_replicas is 2" in launched.log.read_text()
+
+
+@SLOW
 def test_an_outer_step_of_diloco_takes_the_replicas_that_are_there(ranks, tmp_path):
     launched = Launched(
         tmp_path,

@@ -644,7 +644,7 @@ def _launch_replicas(
     """Runs `python -m COMMAND` as so many replicas of `processes` ranks, each of which is started again alone; of
     several nodes, those of this one. Returns 0 if one has finished the run, or else the code of a clean stop, or of the
     first."""
-    signals, standby = StopSignals(), ForkServer(preload, logs.environment)
+    signals, standby, gone = StopSignals(), ForkServer(preload, logs.environment), list[int]()
 
     def run(own: Sequence[int], where: Mapping[str, Any], ordered: Callable[[], bool]) -> int:
         every = [ReplicaAttempts(each, where, ordered, logs.of_replica(each), *how) for each in own]
@@ -652,9 +652,12 @@ def _launch_replicas(
         for attempts, thread in zip(every, threads, strict=True):
             attempts.signals, attempts.standby = signals, standby
             thread.start()
-        for thread in threads:
-            while thread.is_alive():
-                thread.join(_POLL_S)  # signals are handled in between
+        while any(thread.is_alive() for thread in threads):
+            for thread in threads:
+                thread.join(_POLL_S / len(threads))  # signals are handled in between
+            ended = [each for each, thread in zip(every, threads, strict=True) if not thread.is_alive()]
+            ends = (RunError.exit_code if each.error else each.code for each in ended)
+            gone[:] = [code for code in ends if code not in (0, StoppedError.exit_code)]
         for each in every:
             if each.error is not None:
                 raise each.error
@@ -672,7 +675,17 @@ def _launch_replicas(
             coordinator = held.enter_context(ReplicaCoordinator(terms, processes, say, *at))
         if nodes is None:
             assert coordinator is not None, "this machine's"
-            return run(range(terms.replicas), coordinator.where, lambda: False)
+            members = coordinator.members
+
+            def too_few() -> bool:
+                return terms.replicas - len(gone) < terms.least and not members.notice.over
+
+            code = run(range(terms.replicas), coordinator.where, too_few)
+            if not too_few():
+                return code
+            left = terms.replicas - len(gone)
+            say(f"the run ends: {left} of {terms.replicas} replicas are left, run.min_replicas is {terms.least}")
+            return gone[0]
         if coordinator is not None:
             nodes = replace(nodes, membership=partial(Places, coordinator, claim(nodes.directory)))
         node = held.enter_context(NodeAttempts(nodes, logs, *how))

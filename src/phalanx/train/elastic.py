@@ -258,8 +258,8 @@ class ElasticReplicas:
         self.link.vote(self.notice, self.state.step, summed=failure is None)
         self.next = self.link.newer(self.notice, heartbeat.beat)
         if self.next.step == self.notice.step:
-            if failure is not None and self.next.members == self.notice.members:
-                raise failure  # nobody was lost
+            if failure is not None and self.next.members == self.notice.members and not self.next.new:
+                raise failure  # nobody was lost, and came back
             raise MembershipChangedError
 
     def finish(self) -> None:
