@@ -105,6 +105,11 @@ def test_stages_need_layers(layers, layout, message):
     assert problems(shallow(layers), **layout) == [message]
 
 
+def test_stages_need_layers_that_can_be_cut():
+    found = problems(replace(JOB, model=replace(JOB.model, n_layers=4, shared_keys=8)), pp=2)
+    assert any(problem.startswith("layout.pp: ") and problem.endswith("nearest legal: pp 1") for problem in found)
+
+
 def test_a_cut_of_the_users_own_fits_the_stages_and_the_layers():
     assert problems(pp=4, pp_cut="1+3+3+1") == []
     assert problems(pp=4, pp_cut="1+3+3") == [

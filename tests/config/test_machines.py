@@ -118,6 +118,25 @@ def test_a_wrong_figure_is_refused_with_its_field(word: str, message: str) -> No
     assert message in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("words", "messages"),
+    [
+        (
+            "cluster.accelerator.bandwidth_gbs=0 cluster.intra.gbs=0",
+            ["the memory bandwidth of h100-80gb is not known", "16 devices, and nothing is known about the links"],
+        ),
+        ("cluster.accelerator.fp32_tflops=0 train.precision=fp32", ["no known rate of products in fp32"]),
+        ("cluster.inter.gbs=0", ["set cluster.inter.gbs, or measure"]),
+    ],
+)
+def test_a_named_machine_with_a_figure_that_was_set_to_nothing_is_not_predicted(words: str, messages: list[str]):
+    job = load_words(parse([*JOB, "cluster=dgx-h100:2", *words.split()])).job
+    with pytest.raises(JobError) as caught:
+        step_spec(job, job.model.vocab_size)
+    assert len(caught.value.problems) == len(messages)
+    assert all(message in problem for message, problem in zip(messages, caught.value.problems, strict=True))
+
+
 def test_the_interval_of_a_described_machine_is_wider() -> None:
     own = load("cluster.accelerator=h100-80gb", "cluster.inter.gbs=50").job
     preset = load_words(parse([*JOB, "cluster=dgx-h100:2"])).job

@@ -9,7 +9,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from phalanx.blocks.kinds import block, block_kinds
-from phalanx.config.cluster import Accelerator, Cluster, Link
+from phalanx.config.cluster import Cluster, Link
 from phalanx.config.clusters import cluster_of
 from phalanx.config.job import Job, Train
 from phalanx.config.layout import Layout
@@ -17,7 +17,7 @@ from phalanx.config.presets import PRESETS
 from phalanx.cost.communication import messages_seconds, place
 from phalanx.cost.frameworks import FRAMEWORKS, PHALANX
 from phalanx.cost.held import contents
-from phalanx.cost.job_spec import step_spec
+from phalanx.cost.job_spec import rank_spec
 from phalanx.cost.rank_time import block_time, held_by
 from phalanx.cost.spec import StepSpec
 from phalanx.cost.step_state import state_seconds
@@ -99,9 +99,9 @@ def test_seconds_price_the_bytes_of_the_ledger(model, tp, ring, ulysses, ep, sp,
 def test_seconds_price_the_bytes_of_the_state(model, shard, replicate, ep, zero, gradients):
     assume(ep <= shard and (ep == 1 or PRESETS[model].moe.n_experts))
     layout = Layout(dp_shard=shard, dp_replicate=replicate, ep=ep, zero=zero, cp=1)
-    cluster = Cluster(devices_per_node=layout.world, accelerator=Accelerator(name="any"), intra=SLOW, inter=SLOW)
+    cluster = Cluster(devices_per_node=layout.world, intra=SLOW, inter=SLOW)
     train = Train(global_batch=layout.data_ranks, precision="bf16", gradients=gradients)
-    spec = step_spec(Job(model=PRESETS[model], cluster=cluster, layout=layout, train=train), 50304)
+    spec = rank_spec(Job(model=PRESETS[model], cluster=cluster, layout=layout, train=train), 50304)
     seconds = state_seconds(spec, held_by(spec, contents(spec)[0]))
     counted = step_traffic(spec.model, spec.layout, spec.batch, precision="bf16", gradients=gradients)
     sent = sum(sum(counted.get(axis, {}).values()) for axis in ("dp_shard", "dp_replicate", "edp"))

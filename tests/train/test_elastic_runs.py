@@ -308,3 +308,8 @@ def test_what_replicas_that_come_and_go_cannot_do_yet_is_refused_by_name(section
     assert field in problems
     assert "nearest legal" in problems[field]
     assert "min_replicas" in f"{field}{problems[field]}"
+
+
+def test_a_batch_that_replicas_cannot_share_has_the_message_of_the_batch_equation(job):
+    job = change(replace(job, layout=Layout(dp_replicate=2)), "run", min_replicas=1)
+    assert [path for path, _ in problems_of(change(job, "train", global_batch=7))] == ["train.global_batch"]

@@ -548,7 +548,7 @@ def _fewer(job: Job) -> str:
     """Returns the nearest legal changes for fewer layers than stages: fewer ranks, or fewer stages per rank."""
     layout, layers = job.layout, job.model.most_stages
     chunks = catalogue.chunks_of(layout.schedule, layout.pp_chunks)
-    by_pp = next(pp for pp in range(min(layout.pp - 1, layers), 0, -1) if _fits(job, pp=pp))
+    by_pp = next((pp for pp in range(min(layout.pp - 1, layers), 1, -1) if _fits(job, pp=pp)), 1)
     by_chunks = next((n for n in range(min(chunks - 1, layers), 0, -1) if _fits(job, pp_chunks=n)), 0)
     return f"pp {by_pp}" + (f", or pp_chunks {by_chunks}" if by_chunks else "")
 

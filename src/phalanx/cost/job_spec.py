@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
 
@@ -13,9 +13,11 @@ from phalanx.config.corpora import compared_in
 from phalanx.config.job import Job
 from phalanx.config.layout import Layout
 from phalanx.config.model import ModelConfig
+from phalanx.config.precision import Products
 from phalanx.cost.block_memory import BlockBytes
 from phalanx.cost.frameworks import PHALANX, PHALANX_CPU
 from phalanx.cost.held import Content, LayerKind
+from phalanx.cost.kernels import peak_flops
 from phalanx.cost.rank_memory import RankParts, StepParts, step_memory
 from phalanx.cost.rank_time import rank_time
 from phalanx.cost.spec import Framework, StepSpec, as_used_by
@@ -124,13 +126,34 @@ def step_spec(job: Job, vocab: int) -> StepSpec:
             f"{known}, …), describe one under cluster.accelerator, or measure this one with `phalanx bench compute` "
             "and `phalanx bench comm` and say cluster=local"
         )
-    if job.layout.world > 1 and not (job.cluster.intra.gbs or job.cluster.inter.gbs):
-        raise JobError(
-            f"cluster: {job.layout.world} devices, and nothing is known about the links between them; set "
-            "cluster.intra.gbs and cluster.inter.gbs, or measure them with `phalanx bench comm`"
-        )
+    if problems := [*_unknown_figures(job)]:
+        raise JobError(problems)
     require_host(job.cluster, job.layout)
     return rank_spec(job, vocab)
+
+
+def _unknown_figures(job: Job) -> Iterator[str]:
+    """Yields what a prediction needs and the machine does not state, of a named machine, too."""
+    cluster, device, world = job.cluster, job.cluster.accelerator, job.layout.world
+    products = _products(job)
+    if not peak_flops(device, products):
+        yield f"cluster.accelerator: {device.name} has no known rate of products in {products}: set {products}_tflops"
+    if not device.bandwidth_gbs:
+        yield f"cluster.accelerator: the memory bandwidth of {device.name} is not known: set bandwidth_gbs"
+    within = min(world, cluster.devices_per_node or world)
+    links = ["cluster.intra.gbs"] * (within > 1 and not cluster.intra.gbs)
+    if links := links + ["cluster.inter.gbs"] * (world > within and not cluster.inter.gbs):
+        yield (
+            f"cluster: {world} devices, and nothing is known about the links between them; set {' and '.join(links)}, "
+            "or measure them with `phalanx bench comm`"
+        )
+
+
+def _products(job: Job) -> Products:
+    """Returns the number format of the job's matrix products."""
+    precision = job.train.precision
+    assert precision != "auto", "loading a job chooses one (check/load.py)"
+    return "fp32" if precision in ("fp32", "fp64") else precision
 
 
 def rank_spec(job: Job, vocab: int, device: str = "") -> StepSpec:
@@ -138,8 +161,6 @@ def rank_spec(job: Job, vocab: int, device: str = "") -> StepSpec:
     "cpu" or "cuda", if it is not the cluster that says which."""
     if device:
         job = replace(job, cluster=replace(job.cluster, device=device))
-    precision = job.train.precision
-    assert precision != "auto", "loading a job chooses one (check/load.py)"
     divisor = job.model.logit_divisor * job.train.grpo.temperature
     model = replace(job.model, vocab_size=vocab, logit_divisor=divisor)
     cluster = with_processes(job.cluster, job.cluster.devices_per_node or job.layout.world)
@@ -149,8 +170,8 @@ def rank_spec(job: Job, vocab: int, device: str = "") -> StepSpec:
         cluster=cluster,
         layout=job.layout,
         batch=solve(job.train.global_batch, job.layout),
-        products="fp32" if precision in ("fp32", "fp64") else precision,
-        width=PARAMETER_BYTES[precision],
+        products=_products(job),
+        width=PARAMETER_BYTES[job.train.precision],
         framework=framework,
         optimizer=job.optimizer,
         stages=stages(model, job.layout),

@@ -164,7 +164,7 @@ def _compression_differs(job: Job) -> Iterator[Problem]:
 def _refused_shares(job: Job) -> list[int]:
     """Returns the numbers of micro-batches that a replica that comes and goes may get, and its schedule refuses."""
     layout, shares = job.layout, set[int]()
-    with suppress(JobError):
+    with suppress(ValueError):  # an equation that has its own message
         for phase in ramp_of(job).phases:
             every = phase.batch.accumulation * layout.dp_replicate
             for there in range(max(1, job.run.min_replicas), layout.dp_replicate + 1):
