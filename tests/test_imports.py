@@ -29,15 +29,15 @@ INNER_FLOORS = {
 }
 """Rooms whose files have an order of their own."""
 MOST_LINES = {
-    "axes": 830,
-    "blocks": 3407,
+    "axes": 811,
+    "blocks": 3472,
     "check": 2250,
     "checkpoint": 4170,
-    "cli": 7616,
+    "cli": 7650,
     "comm": 2180,
     "config": 6650,
-    "cost": 7220,
-    "data": 6760,
+    "cost": 7234,
+    "data": 6778,
     "dryrun": 2720,
     "evaluate": 670,
     "exchange": 2630,
@@ -49,10 +49,10 @@ MOST_LINES = {
     "model": 3964,
     "optimizers": 550,
     "parallel": 7780,
-    "partition": 1581,
+    "partition": 1766,
     "pictures": 3640,
-    "plan": 4360,
-    "report": 1680,
+    "plan": 4363,
+    "report": 1683,
     "schedule": 2044,
     "serve": 830,
     "simulate": 1250,
@@ -60,7 +60,7 @@ MOST_LINES = {
     "trackers": 870,
     "train": 9940,
     "validation": 1644,
-    "": 1820,
+    "": 1822,
     "verify": 4100,
 }
 """Lines that a room may have, "" being the modules beside the rooms: whoever makes one shorter lowers its figure, and

@@ -145,18 +145,6 @@ def test_long_documents_are_cut_and_short_ones_stay_whole_on_the_ranks_or_at_the
     assert assigned(whole, model, Layout(cp=2, cp_ulysses=2)).places == ((range(4096),),)
 
 
-def test_more_micro_batches_of_an_example_exchange_nothing_where_documents_are_shorter():
-    model, layout = replace(MODEL, seq_len=1024, d_model=256, n_heads=4), Layout(cp=4)
-    short, long = (documents.imbalances(model, layout, documents.MEANS[name]) for name in ("short", "long"))
-    assert long["skipped"] < 0.1
-    assert short["skipped"] > 0.5
-    for found in (short, long):
-        assert 1 <= found["documents"] < found["position"]
-    alone = documents.imbalances(model, Layout(cp=4, cp_ulysses=4), documents.MEANS["short"])
-    assert alone["position"] == 1
-    assert alone["skipped"] > 0.5
-
-
 def test_a_long_tail_is_balanced_where_zig_zag_is_not():
     seen = keys_seen(long_tailed(8192), MODEL)
     assert seen.sum() * 4 < 8192 * 8193 // 2  # a fraction of what one document has

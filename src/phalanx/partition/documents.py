@@ -18,12 +18,13 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from phalanx.blocks.attention import LEAST_RUN, zigzag_runs
-from phalanx.blocks.kinds import block, block_kinds
+from phalanx.blocks.attention import LEAST_RUN
+from phalanx.blocks.kinds import ATTENTION, block, block_kinds, chosen_kinds
 from phalanx.blocks.operator import Place
 from phalanx.blocks.parameters import matrix_flops_per_token
 from phalanx.config.layout import Layout
 from phalanx.config.model import ModelConfig
+from phalanx.partition.derived import slices_of
 from phalanx.partition.tensor_slices import cp_coordinates, rank_share, window_blocks
 
 CHUNKS = 16
@@ -32,8 +33,6 @@ MORE_WORK = 0.05
 """The share of a rank's FLOPs that the fullest rank may have more with whole documents than with chunks by cost."""
 FILLING = 8
 """Documents per position, the shortest, that at first fill up what the longer ones leave."""
-MEANS = {"long": 1 / 8, "short": 1 / 64}
-"""The mean lengths of examples of documents, in sequences."""
 Numbers = NDArray[np.int64]
 """The document number of each token of some sequences, (batch, seq): others in the documents before and after it."""
 Places = Sequence[Sequence[range]]
@@ -88,12 +87,15 @@ def chunked(numbers: Numbers, size: int) -> Numbers:
 
 def keys_seen(numbers: Numbers, model: ModelConfig) -> Numbers:
     """Returns the keys that each token sees within its document, summed over the layers of a model: (batch, seq)."""
+    windows = Counter(kind.window for kind in block_kinds(model)).items()
+    return sum((layers * keys_within(numbers, model, window) for window, layers in windows), np.zeros_like(numbers))
+
+
+def keys_within(numbers: Numbers, model: ModelConfig, window: int) -> Numbers:
+    """Returns the keys that each token sees within its document in a layer with a window (0: none): (batch, seq)."""
     within = np.arange(numbers.shape[1]) - first_tokens(numbers)
-    found = np.zeros_like(within)
-    for window, layers in Counter(kind.window for kind in block_kinds(model)).items():
-        seen = within % window if window and model.window_kind == "chunks" else within
-        found += layers * (np.minimum(seen + 1, window) if window else seen + 1)
-    return found
+    seen = within % window if window and model.window_kind == "chunks" else within
+    return np.minimum(seen + 1, window) if window else seen + 1
 
 
 class Assignment(NamedTuple):
@@ -240,15 +242,19 @@ def long_tailed(tokens: int, sequences: int = 1, mean: float = 1 / 8) -> Numbers
     return numbers.astype(np.int64)
 
 
-def imbalances(model: ModelConfig, layout: Layout, mean: float) -> dict[str, float]:
-    """Returns the most pairs of a position over their mean in an example of documents whose mean length is this share
-    of a sequence, by cost and by position, and the share of its micro-batches of a sequence that exchange nothing."""
-    rows = np.split(long_tailed(model.seq_len, 32, mean), 32)
-    zigzag = [zigzag_runs(model.seq_len, layout.ring, place) for place in range(layout.ring)]
-    cuts = [assigned(row, model, layout) for row in rows]
-    by_position = [pairs_of(keys_seen(row, model), zigzag).imbalance for row in rows]
-    means = [np.mean(each) for each in ([cut.imbalance for cut in cuts], by_position, [c.skips(layout) for c in cuts])]
-    return dict(zip(("documents", "position", "skipped"), map(float, means), strict=True))
+def cut_by_position(model: ModelConfig, layout: Layout) -> str:
+    """Returns why documents do not decide which tokens context-parallel ranks hold; empty if they do."""
+    if layout.cp == 1 or layout.cp_balance == "position":
+        return "nothing to balance"
+    if slices_of(layout) > 1:
+        return "slices of sequences are pipelined one after the other, each cut by position; schedule=1f1b does not"
+    if model.moe.capacity:
+        return "experts with a capacity count whole sequences by position; model.moe.capacity=0 does not"
+    if any(ATTENTION[name].gathers for name in chosen_kinds(model, "attention")):
+        return "sparse attention chooses among keys by position; model.sparse.top_k=0 does not"
+    if any(ATTENTION[kind.attention].by_heads for kind in block_kinds(model)):
+        return "recurrent layers exchange whole sequences by position; model.attention=attention does not"
+    return ""
 
 
 class DocumentCut:
@@ -271,7 +277,8 @@ class DocumentCut:
             starts = np.flatnonzero(row)
             lowest = np.maximum(firsts[starts], starts - window + 1) if window else firsts[starts]
             self.segments.append(np.stack((starts, np.append(starts[1:], len(row)), lowest), axis=1))
-        needed = [self._needed(each) for each in range(len(places))]
+        self.needed = needed = [self._needed(each) for each in range(len(places))]
+        """Whether each place sees the keys of each token."""
         self.columns = [np.flatnonzero(needed[place] & (self.owners == source)) for source in range(len(places))]
         self.columns[place] = np.flatnonzero(self.owners == place)
         self.keys = [list(_runs(columns)) for columns in self.columns]
@@ -286,6 +293,12 @@ class DocumentCut:
             if any((needed[(source + hops) % ring] & (self.owners == source)).any() for source in range(ring))
         )
         """The distances over which some position sends keys to one after it."""
+
+    @property
+    def exchanged(self) -> Numbers:
+        """The keys that each place sends every other, (from, to); nothing to itself."""
+        found = np.array([np.bincount(self.owners[each], minlength=len(self.places)) for each in self.needed]).T
+        return np.where(np.eye(len(self.places), dtype=bool), 0, found)
 
     @cached_property
     def blocks(self) -> list[list[RingBlock]]:
