@@ -6,8 +6,8 @@
 Sequences are packed with documents of log-normal lengths (partition/documents.py, `long_tailed`: sigma 1.5, mean an
 eighth of a sequence, or `--mean`). Contenders: the zig-zag cut as it was before (cp_balance=position), the same cut
 with the blocks and messages of documents, which shows what skipping alone brings, assignment by cost in chunks, and the
-default: whole documents on every rank in the sequences where these are short, without an exchange, and otherwise by
-cost. Each takes its turn in every round, ratios are taken round by round, and their medians count; fp32, 1 thread per
+default: whole documents on every rank in the sequences where these are short, without an exchange, and otherwise all
+but the long ones whole. Each takes its turn in every round, ratios are taken round by round, and their medians count; fp32, 1 thread per
 process. Losses, gradient norms and outputs must agree before anything is measured. Timed are, for `rows` sequences one
 after the other:
 - attention: forward and backward of one layer's attention;
@@ -59,7 +59,7 @@ from phalanx.train.step import StepInputs, Stepper
 
 DATA = ("data.document_mask=true", "data.corpus=stdlib")
 UNMASKED, MASKED = "whole sequences", "documents"
-POSITION, BLOCKS, COST, WHOLE = "zig-zag", "zig-zag, blocks of documents", "by cost", "whole where short"
+POSITION, BLOCKS, COST, WHOLE = "zig-zag", "zig-zag, blocks of documents", "in chunks", "by default"
 WAYS = (POSITION, BLOCKS, COST, WHOLE)
 Answer = tuple[Turns, dict[str, list[float]], dict[str, float]]
 """A rank's turns; then, by way, the processor time of each turn, and the bytes that the rank sends in one turn."""

@@ -3,8 +3,8 @@
 A sequence is cut into equal chunks. Every position gets as many of them, chosen by what attention within documents
 costs (MagiAttention, 2025: dispatch by area), so that all attend to about as many keys; a position then needs only the
 keys of its own documents. Where documents are short, positions get whole ones instead, and exchange nothing (dynamic
-context parallelism). All sequences of a micro-batch are cut alike, by their summed cost. Positions without documents
-are those of blocks/attention.py, in zig-zag.
+context parallelism); where only some are, the long ones alone are cut. All sequences of a micro-batch are cut alike, by
+their summed cost. Positions without documents are those of blocks/attention.py, in zig-zag.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
+from heapq import heappop, heappush
 from typing import NamedTuple
 
 import numpy as np
@@ -137,15 +138,17 @@ def assign(seen: Numbers, ring: int) -> Assignment:
 
 
 def assigned(numbers: Numbers, model: ModelConfig, layout: Layout) -> Assignment:
-    """Distributes the documents of a micro-batch: whole over all cp ranks, which then exchange nothing, or else whole
-    over the positions of the ring, where the fullest rank's FLOPs exceed those of chunks by cost by at most
-    `MORE_WORK`; otherwise in chunks over the ring. All ranks find the same, from the documents alone."""
+    """Distributes the documents of a micro-batch: whole over all cp ranks, which then exchange nothing; or else whole,
+    or all but the long ones whole, over the positions of the ring; each if the fullest rank's FLOPs exceed those of
+    chunks by cost by at most `MORE_WORK`. Otherwise in chunks over the ring. All ranks find the same, from the
+    documents alone."""
     seen = keys_seen(numbers, model)
     chunks = assign(seen, layout.ring)
     matrices = _matrices_in_pairs(model) * seen.size
     most = (1 + MORE_WORK) * (matrices + max(chunks.pairs) * layout.ring)
-    for parts in dict.fromkeys((layout.cp, layout.ring)):
-        found = whole_documents(numbers, seen, parts) if parts > 1 else None
+    ways = [(whole_documents, layout.cp), (whole_documents, layout.ring), (mostly_whole, layout.ring)]
+    for way, parts in dict.fromkeys(ways):
+        found = way(numbers, seen, parts) if parts > 1 else None
         if found and matrices + max(found.pairs) * parts <= most:
             return found
     return chunks
@@ -193,6 +196,40 @@ def whole_documents(numbers: Numbers, seen: Numbers, parts: int) -> Assignment |
             break
         last *= 2
     return None
+
+
+def mostly_whole(numbers: Numbers, seen: Numbers, parts: int) -> Assignment:
+    """Distributes documents over `parts` positions with as many tokens each, so that few are at several positions: in
+    zig-zag those that are longer than such a part, or have more pairs. The others go, the longest first, to the
+    position with the fewest pairs so far of those with room; where none has room, a document is cut to fill one."""
+    tokens, pairs = numbers.shape[1], seen.sum(0)
+    starts = np.flatnonzero(begins_of(numbers).all(axis=0))
+    lengths, costs = np.diff(starts, append=tokens), np.add.reduceat(pairs, starts)
+    long = np.maximum(lengths * parts / tokens, costs * parts / costs.sum()) > 1
+    before, owners = np.append(0, pairs.cumsum()), np.empty(tokens, np.int64)
+    rooms, loads, left = [tokens // parts] * parts, [0] * parts, list[tuple[int, int]]()
+
+    def take(place: int, start: int, length: int) -> None:
+        owners[start : start + length] = place
+        rooms[place] -= length
+        loads[place] += int(before[start + length] - before[start])
+
+    for start, length, cut in zip(starts.tolist(), lengths.tolist(), long.tolist(), strict=True):
+        chunk = cut * length // (2 * parts)
+        for number in range(2 * parts) if chunk else ():
+            take(min(number, 2 * parts - 1 - number), start + number * chunk, chunk)
+        if rest := length - 2 * parts * chunk:
+            heappush(left, (-rest, start + 2 * parts * chunk))
+    while left:
+        length, start = heappop(left)
+        fitting = [place for place in range(parts) if rooms[place] >= -length]
+        place = min(fitting, key=loads.__getitem__) if fitting else max(range(parts), key=rooms.__getitem__)
+        taken = min(-length, rooms[place])
+        take(place, start, taken)
+        if taken < -length:
+            heappush(left, (length + taken, start + taken))
+    places = (tuple(_runs(np.flatnonzero(owners == place))) for place in range(parts))
+    return Assignment(tuple(places), tuple(loads))
 
 
 def _dealt(lengths: list[int], costs: list[int], parts: int, room: int, long: int) -> list[int]:
