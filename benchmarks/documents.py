@@ -7,9 +7,9 @@ Sequences are packed with documents of log-normal lengths (partition/documents.p
 eighth of a sequence, or `--mean`). Contenders: the zig-zag cut as it was before (cp_balance=position), the same cut
 with the blocks and messages of documents, which shows what skipping alone brings, assignment by cost in chunks, and the
 default: whole documents on every rank in the sequences where these are short, without an exchange, and otherwise all
-but the long ones whole. Each takes its turn in every round, ratios are taken round by round, and their medians count; fp32, 1 thread per
-process. Losses, gradient norms and outputs must agree before anything is measured. Timed are, for `rows` sequences one
-after the other:
+but the long ones whole. Each takes its turn in every round, ratios are taken round by round, and their medians count;
+fp32, 1 thread per process. Losses, gradient norms and outputs must agree before anything is measured. Timed are, for
+`rows` sequences one after the other:
 - attention: forward and backward of one layer's attention;
 - step: an optimizer step of a small Llama, its state sharded over the cp ranks.
 A turn lasts from the first process's beginning to the last one's end. Where there are more processes than cores it
@@ -283,7 +283,8 @@ def with_whole(options: argparse.Namespace, result: dict[str, Any], lengths: lis
     if not options.quick:
         name = f"documents_predicted_{round(1 / options.mean)}"
         title = f"Steps with documents, with a mean of 1/{1 / options.mean:.0f} of a sequence, over whole sequences"
-        save(name, result, rows, title, "Predicted is the ratio of step times on cluster=local.")
+        words = "Predicted is the ratio of step times on cluster=local."
+        save(name, result, rows, title, words, f"documents --predicted --mean {options.mean:g}")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -321,7 +322,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         words += "the balance shows in the processor time of the busiest rank."
         name = "documents" if options.mean == 1 / 8 else f"documents_{round(1 / options.mean)}"
         title = f"Documents over context-parallel ranks, with a mean of 1/{1 / options.mean:.0f} of a sequence"
-        save(name, result, table(result), title, words)
+        save(name, result, table(result), title, words, f"documents --mean {options.mean:g}")
 
 
 if __name__ == "__main__":

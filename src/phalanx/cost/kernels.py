@@ -321,7 +321,7 @@ def _attention(
     windowed = core.keys_per_query * core.steps < core.keys
     if framework.attention == "flash" and not (windowed and framework.windows == "unfused"):
         shape = (device, products, queries, keys, heads, kv_heads, core.head, core.value_head)
-        seen = min(keys, core.keys_per_query)
+        seen = min(keys, core.keys_per_query) if core.chosen else core.keys_per_query
         own, crowd = framework.flash, framework.crowd
         one = framework.alone.flash if framework.alone and crowd < 1 else own
 
