@@ -45,15 +45,18 @@ def machine() -> dict[str, Any]:
     }
 
 
-def save(name: str, result: dict[str, Any], table: Sequence[tuple[str, ...]], title: str, seen: str = "") -> None:
-    """Writes both forms and prints the table, followed by the summary `seen`."""
+def save(
+    name: str, result: dict[str, Any], table: Sequence[tuple[str, ...]], title: str, seen: str = "", command: str = ""
+) -> None:
+    """Writes both forms and prints the table, followed by the summary `seen`. `command`: what follows `python -m
+    benchmarks.`, if not the name."""
     RESULTS.mkdir(exist_ok=True)
     (RESULTS / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     head, *rows = [f"| {' | '.join(row)} |" for row in table]
     facts = result["machine"]
     where = "{processor}, {cores} cores, torch {torch}, Python {python}, {date}".format(**facts)
     rule = "|---" * len(table[0]) + "|"
-    lines = [f"# {title}", "", f"{where}. `python -m benchmarks.{name}`", "", head, rule, *rows]
+    lines = [f"# {title}", "", f"{where}. `python -m benchmarks.{command or name}`", "", head, rule, *rows]
     text = "\n".join([*lines, "", seen] if seen else lines)
     (RESULTS / f"{name}.md").write_text(text + "\n", encoding="utf-8")
     print(text)

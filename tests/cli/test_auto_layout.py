@@ -51,7 +51,7 @@ def asked(monkeypatch):
     """What the planner is asked; it answers with as many replicas as it may have, or what `answer` says."""
     found = SimpleNamespace(calls=[], answer=None, notes=())
 
-    def choose(job, fixed, vocab, worlds, progress):
+    def choose(job, fixed, vocab, worlds, progress, documents):
         found.calls.append(SimpleNamespace(job=job, fixed=sorted(fixed), vocab=vocab, worlds=worlds))
         kept = {name: getattr(job.layout, name) for name in fixed}
         layout = Layout(**{"dp_replicate": worlds[-1], **(found.answer or {}), **kept})

@@ -282,6 +282,35 @@ def test_eight_bits_and_other_programs(capsys: pytest.CaptureFixture[str]) -> No
     assert times["--framework", "megatron-core"] < times[()]
 
 
+def test_documents_shorten_attention_and_what_cp_sends(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "text.txt").write_text("".join("x" * (n * n % 97) + "\n" for n in range(2000)))
+    data = [f"data.path={tmp_path / 'text.txt'}", f"data.dir={tmp_path / 'data'}"]
+    words = [*PREDICT[:3], "dp_shard=4", "cp=2", *PREDICT[4:], "seq_len=8192", "data.corpus=text", *data]
+    whole = planned(capsys, *words)
+    masked = [*words, "data.document_mask=true"]
+    assert "cp_imbalance" not in whole
+    unknown = planned(capsys, *masked)
+    assert (unknown["time_s"], unknown["traffic_bytes"]) == (whole["time_s"], whole["traffic_bytes"])
+    assert [*unknown["cp_imbalance"]] == ["long", "short"]
+    long, short = (planned(capsys, *masked, f"data.document_tokens={mean}") for mean in (2048, 256))
+    for less, more in ((long, whole), (short, long)):
+        assert less["step_time_s"] < more["step_time_s"]
+        assert sum(less["traffic_bytes"].get("cp", {}).values()) < sum(more["traffic_bytes"]["cp"].values())
+        assert less["memory"] == more["memory"]
+    assert short["cp_imbalance"]["documents"]["skipped"] > long["cp_imbalance"]["documents"]["skipped"]
+    assert short["documents"]["flops"] < long["documents"]["flops"]
+    assert short["documents"]["dp_imbalance"] > 1
+    simulated = planned(capsys, "simulate", *masked[1:], "data.document_tokens=256")
+    assert simulated["predicted_step_time_s"] == short["step_time_s"]
+    assert main(["data", "prepare", *masked[6:]]) == 0  # of the corpus are the documents once it is prepared
+    capsys.readouterr()
+    found = planned(capsys, *masked)
+    assert 40 < found["documents"]["mean_tokens"] < 50
+    assert found["step_time_s"] < short["step_time_s"]
+    assert main([*words, "data.document_tokens=256"]) == 2
+    assert "data.document_tokens" in capsys.readouterr().err
+
+
 def test_a_table_is_predicted_row_by_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source, target = tmp_path / "in.csv", tmp_path / "out.csv"
     head = "row_id,model_name,n_layers,hidden,n_heads,vocab,seq_len,gpu,n_gpus,gpus_per_node,dp,tp,pp,micro_batch"

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 
-from phalanx.axes.catalogue import unbalanced
 from phalanx.comm.axis import Axis
 from phalanx.config.job import IGNORE, Job
 from phalanx.config.layout import Layout
@@ -25,7 +24,7 @@ from phalanx.parallel.parameter_shards import wholes
 from phalanx.partition import derived as batch
 from phalanx.partition.cut import stages_of
 from phalanx.partition.derived import schedule_of
-from phalanx.partition.documents import assigned
+from phalanx.partition.document_sample import DocumentSample
 from phalanx.train.guard import Replicas, repeats_exactly
 from phalanx.train.step import StepInputs, Stepper
 
@@ -160,6 +159,7 @@ def check_bytes(
             rank=rank,
             rows=rows if known else None,
             optimizer=job.optimizer,
+            documents=documents_of(job, vocab, rank, count),
             share=shares[rank] if shares else 1.0,
         )
         # The ledger has entries for collectives of nothing, such as a share of few rows.
@@ -167,26 +167,18 @@ def check_bytes(
         exactly = {
             axis: {name: pytest.approx(size, 1e-13) for name, size in by.items()} for axis, by in expected.items()
         }
-        if not unbalanced(job):
-            # What ranks need of each other's documents is counted in tests/parallel/test_context.py.
-            for traffic in (real, exactly):
-                traffic.setdefault("cp", {}).pop("send", 0)
-            if sent := expected.get("cp", {}).get("all_to_all"):
-                exactly["cp"]["all_to_all"] = pytest.approx(sent * exchanging(job, vocab, rank, count), 1e-13)
         assert {axis: by for axis, by in real.items() if by} == {axis: by for axis, by in exactly.items() if by}, (
             f"rank {rank}"
         )
 
 
-def exchanging(job: Job, vocab: int, rank: int, count: int) -> float:
-    """Returns the share of a rank's micro-batches in which cp ranks do not have whole documents."""
-    every = [
-        assigned(micro.documents, job.model, job.layout).skips(job.layout)
-        for step in range(count)
-        for micro in micro_batches(job, step, data_rank(*place(job.layout, rank)), vocab)[0]
-    ]
-    assert any(every), "no micro-batch has documents that are whole on a rank"
-    return 1 - sum(every) / len(every)
+def documents_of(job: Job, vocab: int, rank: int, count: int) -> DocumentSample | None:
+    """The documents of a rank's micro-batches of some steps."""
+    if not job.data.document_mask:
+        return None
+    here = data_rank(*place(job.layout, rank))
+    micros = [micro for step in range(count) for micro in micro_batches(job, step, here, vocab)[0]]
+    return DocumentSample.of(np.concatenate([micro.documents for micro in micros if micro.documents is not None]))
 
 
 def worst(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], floor: float) -> float:

@@ -24,7 +24,7 @@ from phalanx.parallel.mesh import Mesh, build
 from phalanx.parallel.recompute import recompute
 from phalanx.parallel.ring import zigzag
 from phalanx.partition import tensor_slices as sequence
-from phalanx.partition.documents import RingBlock, assign, keys_seen, whole_documents
+from phalanx.partition.documents import RingBlock, assign, keys_seen, mostly_whole, whole_documents
 from phalanx.partition.tensor_slices import cp_coordinates, rank_positions, rank_share, ring_positions
 from rehearsed_cuda import CUDA, rehearsal
 
@@ -132,11 +132,14 @@ def here(layout: Layout, rank: int, slices: int) -> Tensor:
     return torch.cat([torch.arange(run.start, run.stop) for run in rank_positions(layout, SEQ * slices, rank, slices)])
 
 
-def by_cost(documents: Documents | None, layout: Layout, window: int, rank: int = 0) -> Documents:
+def by_cost(
+    documents: Documents | None, layout: Layout, window: int, rank: int = 0, cut: str | None = "chunks"
+) -> Documents:
     """The same documents with the places of a ring that follow from them."""
     assert documents is not None
     host = documents.numbers.numpy()
-    places = assign(keys_seen(host, replace(MODEL, window=window)), layout.ring).places
+    seen = keys_seen(host, replace(MODEL, window=window))
+    places = (assign(seen, layout.ring) if cut == "chunks" else mostly_whole(host, seen, layout.ring)).places
     return Documents(documents.numbers, places, host, cp_coordinates(layout, rank)[0])
 
 
@@ -159,7 +162,7 @@ def in_whole(layout: Layout, level: str, rank: int) -> Documents:
 def all_cases(ranks: Any, layout: Layout, cases: list[StepSpec] = CASES, device: torch.device = CPU) -> list[str]:
     mesh = build(layout, device.type)
     wrong = []
-    cuts = ("chunks", "ring", "rank") if layout.ring > 1 else ("rank",)
+    cuts = ("chunks", "mostly whole", "ring", "rank") if layout.ring > 1 else ("rank",)
     packed = [case for case in cases if case.documents and case.slices == 1]
     for case in [*cases, *(replace(case, cut=cut) for case in packed for cut in cuts)]:
         sequence.LEAST_RUN = case.run
@@ -172,8 +175,8 @@ def all_cases(ranks: Any, layout: Layout, cases: list[StepSpec] = CASES, device:
         expected = attention(core_of(case), exact, gradient.double(), noise_of(case, whole), documents)
 
         keys = here(layout, ranks.rank, case.slices)
-        if case.cut == "chunks":
-            documents = by_cost(documents, layout, case.window, ranks.rank)
+        if case.cut in ("chunks", "mostly whole"):
+            documents = by_cost(documents, layout, case.window, ranks.rank, case.cut)
         if documents is not None and documents.places:
             runs = documents.places[documents.place]
             runs = runs if case.cut == "rank" else rank_share(layout, runs, ranks.rank)

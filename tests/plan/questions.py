@@ -11,6 +11,7 @@ from phalanx.config.model import LoRA, ModelConfig
 from phalanx.config.presets import PRESETS
 from phalanx.cost.frameworks import FRAMEWORKS, PHALANX, PHALANX_CPU
 from phalanx.cost.spec import Framework
+from phalanx.partition.document_sample import DocumentSample
 from phalanx.plan.space import PlanRequest
 
 MEGATRON_2021, MEGATRON_CORE, TORCHTITAN = (
@@ -70,6 +71,11 @@ QUESTIONS = {
     "windows": replace(
         request("llama3-8b", "dgx-h100:2", 16, PHALANX),
         model=model("llama3-8b", seq_len=32768, window=4096, full_every=2, qk_norm="width", attention_softcap=50.0),
+    ),
+    "documents": replace(
+        request("llama3-8b", "dgx-h100:2", 16),
+        model=model("llama3-8b", seq_len=16384, window=4096, full_every=2),
+        documents=DocumentSample.example(16384, 1024),
     ),
     "experts": request("mixtral-8x7b", "dgx-h100:4", 64, MEGATRON_CORE, tp=1),
     "experts and latent attention": request("deepseek-v3", "h800:16", 256, PHALANX, sp=False, cp=1),

@@ -22,7 +22,7 @@ from phalanx.config.cluster import Cluster
 from phalanx.config.job import Data, Job, Optimizer, Train
 from phalanx.config.layout import Layout
 from phalanx.config.model import MLA, ModelConfig, MoE
-from phalanx.cost.job_spec import rank_spec
+from phalanx.cost.job_spec import rank_spec, stated_documents
 from phalanx.cost.rank_memory import step_memory
 from phalanx.cost.spec import StepSpec
 from phalanx.data.loader import MicroBatch
@@ -229,7 +229,7 @@ def compare(ranks, job: Job, bound: float = 0.04) -> set[str]:
     stages = stages_of(model, layout, layout.pp * (layout.pp_chunks or 1), VOCAB) if layout.pp > 1 else ()
     width = PARAMETER_BYTES[job.train.precision]
     spec = StepSpec(model, Cluster(), layout, equation, "bf16", width, stages=stages, optimizer=job.optimizer)
-    spec = replace(spec, framework=rank_spec(job, VOCAB, "cpu").framework, document_mask=job.data.document_mask)
+    spec = replace(spec, framework=rank_spec(job, VOCAB, "cpu").framework, documents=stated_documents(job))
     moments, predicted = set(), step_memory(spec)
     found = ranks(stepped, layout.world, job)
     per_stage = layout.world // layout.pp

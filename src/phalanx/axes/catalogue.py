@@ -20,7 +20,8 @@ from phalanx.config.model import ModelConfig
 from phalanx.errors import JobError
 from phalanx.nearest import Misfit, divisors, multiples
 from phalanx.partition import derived as batch
-from phalanx.partition.derived import is_file, slices_of, written_stages
+from phalanx.partition.derived import is_file, written_stages
+from phalanx.partition.documents import cut_by_position
 from phalanx.schedule import catalogue, file
 from phalanx.schedule.generators import pipedream
 from phalanx.techniques.catalogue import freezing, techniques_of
@@ -239,18 +240,7 @@ def _ulysses(layout: Layout, model: ModelConfig) -> Iterator[Problem]:
 
 def unbalanced(job: Job) -> str:
     """Returns why context-parallel ranks get their tokens by position; empty if documents decide."""
-    layout, model = job.layout, job.model
-    if layout.cp == 1 or not job.data.document_mask or layout.cp_balance == "position":
-        return "nothing to balance"
-    if slices_of(layout) > 1:
-        return "slices of sequences are pipelined one after the other, each cut by position; schedule=1f1b does not"
-    if model.moe.capacity:
-        return "experts with a capacity count whole sequences by position; model.moe.capacity=0 does not"
-    if any(ATTENTION[name].gathers for name in chosen_kinds(model, "attention")):
-        return "sparse attention chooses among keys by position; model.sparse.top_k=0 does not"
-    if any(ATTENTION[kind.attention].by_heads for kind in block_kinds(model)):
-        return "recurrent layers exchange whole sequences by position; model.attention=attention does not"
-    return ""
+    return cut_by_position(job.model, job.layout) if job.data.document_mask else "nothing to balance"
 
 
 def _context_problems(job: Job) -> Iterator[Problem]:

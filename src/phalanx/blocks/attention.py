@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
+from math import ceil
 from typing import Literal, NamedTuple
 
 from phalanx.blocks.operator import PLAIN, WIDE, AttentionCore, MemoryBound, Message, Operator, Place, SavedTensor
@@ -483,7 +484,8 @@ def _core(place: Place, kv_heads: int, *memory_bound: MemoryBound, turns_again: 
     if steps > 1:
         # Each step's output and log-sum-exp, in fp32, are merged with those so far.
         merged = (steps - 1) * place.tokens * heads * model.v_head_size
-        work.append(MemoryBound("ring merge", 6 * merged, 4 * merged, 4 * (steps - 1), 2 * (steps - 1)))
+        merges = ceil(steps) - 1
+        work.append(MemoryBound("ring merge", 6 * merged, 4 * merged, 4 * merges, 2 * merges))
     return Operator(
         "attention",
         core=AttentionCore(
@@ -505,8 +507,10 @@ def _core(place: Place, kv_heads: int, *memory_bound: MemoryBound, turns_again: 
     )
 
 
-def _steps(place: Place) -> int:
+def _steps(place: Place) -> float:
     """Returns the blocks of keys that a rank computes with one after the other: its own, and those that it receives."""
+    if place.within:
+        return 1 + place.ring_counts.receives
     if place.ring == 1 or not place.window:
         return place.ring
     return 1 + len(ring_keys(place.model.seq_len, place.ring, 1, place.window, place.ring // 2).received)
@@ -523,6 +527,8 @@ def _pairs(place: Place) -> int:
     exist, and in chunks with those of its own, also where the last one is filled up. On a ring the count is that of the
     position with the most, the last, which has the middle of the sequence, chunks being windows."""
     seq_len, window = place.model.seq_len, place.window
+    if place.within:
+        return round(2 * place.within.pairs) - _queries(place)
     if not window:
         return _queries(place) * seq_len
     if place.model.window_kind == "chunks" and place.ring == 1:
@@ -541,17 +547,20 @@ def _context_messages(place: Place, kv_heads: int) -> Iterator[Message]:
     key_and_value = max(kv_heads, place.ulysses) * (model.head_size + model.v_head_size)
     # With slices every slice sends the keys and values of all slices so far.
     keys_and_values = place.tokens // place.slices * (place.slices * (place.slices + 1) // 2) * key_and_value
+    often = place.work.exchanged if place.work else 1
     if place.ulysses > 1:
         inputs = place.tokens * heads * model.head_size + keys_and_values
         output = place.tokens * heads * model.v_head_size
-        yield Message("ulysses", "all_to_all", inputs, forward=1, full=1, selective=core, backward=1)
+        yield Message(
+            "ulysses", "all_to_all", inputs, forward=often, full=often, selective=often * core, backward=often
+        )
         # The last tensor that attention saves for its backward pass is the input of this exchange.
-        yield Message("ulysses", "all_to_all", output, forward=1, full=1, backward=1)
-    if place.ring > 1 and place.window:
+        yield Message("ulysses", "all_to_all", output, forward=often, full=often, backward=often)
+    if place.ring > 1 and (place.window or place.within):
         # Each message has the keys that one position sees; their gradients go back to where they came from.
-        every = ring_keys(model.seq_len, place.ring, place.slices, place.window, place.ring_rank)
         each = place.sequences * key_and_value // place.ulysses
-        for keys, times in Counter(every.sent).items():
+        sent, received = _straight(place)
+        for keys, times in sent:
             yield Message(
                 *("ring", "send", keys * each),
                 forward=times,
@@ -560,13 +569,25 @@ def _context_messages(place: Place, kv_heads: int) -> Iterator[Message]:
                 backward=times,
                 beside="attention",
             )
-        for keys, times in Counter(every.received).items():
+        for keys, times in received:
             yield Message("ring", "send", keys * each, "wide", backward=times, beside="attention")
     elif place.ring > 1:
         hops = place.ring - 1
         back = Message("ring", "send", keys_and_values, backward=hops, beside="attention")
         yield back._replace(forward=hops, full=hops, selective=hops * core)
         yield back._replace(number="wide")
+
+
+def _straight(place: Place) -> tuple[list[tuple[float, float]], list[tuple[float, float]]]:
+    """Returns the messages of keys that go straight to the positions of a ring that see them, of a layer with a window
+    or within documents: the keys per sequence and the times of those that it sends, and of those that it receives."""
+    if place.within:
+        found = place.ring_counts
+        every = (found.sent, found.sends), (found.received, found.receives)
+        sent, received = ([(keys / times, times)] if times else [] for keys, times in every)
+        return sent, received
+    keys = ring_keys(place.model.seq_len, place.ring, place.slices, place.window, place.ring_rank)
+    return [*Counter(keys.sent).items()], [*Counter(keys.received).items()]
 
 
 def _output(place: Place) -> Operator:

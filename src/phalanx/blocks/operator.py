@@ -153,11 +153,13 @@ class AttentionCore(NamedTuple):
     keys: int
     """Keys of all steps together."""
     pairs: int
-    """(query, key) pairs that the window leaves per head and sequence, without halving for the causal mask."""
+    """(query, key) pairs that the window leaves per head and sequence, without halving for the causal mask. Within
+    documents the mean of those of the context rank with most in each micro-batch."""
     head: int
     value_head: int
-    steps: int = 1
-    """Steps of ring attention, each over one part of the keys; their results are merged (Liu et al. 2023)."""
+    steps: float = 1
+    """Steps of ring attention, each over one part of the keys; their results are merged (Liu et al. 2023). Within
+    documents their mean."""
     chosen: bool = False
     """Whether the pairs are those of chosen keys, half of which no causal mask hides."""
 
@@ -433,6 +435,35 @@ WIDE = 4
 """Least bytes per element of losses, routers and sums over attention (fp32)."""
 
 
+class RingCounts(NamedTuple):
+    """The keys per sequence that a position of a ring exchanges with the others in a layer, on average."""
+
+    sent: float = 0.0
+    sends: float = 0.0
+    """Messages in which it sends them."""
+    received: float = 0.0
+    receives: float = 0.0
+
+
+class WindowWork(NamedTuple):
+    """Attention within documents in a layer with one window: means over micro-batches."""
+
+    window: int
+    pairs: float
+    """Pairs of a query and a key up to its own, per head and sequence, on the context and data rank with most of all
+    layers, for which the others wait; with Ulysses the mean over all heads."""
+    ring: tuple[RingCounts, ...]
+    """By position of the ring."""
+
+
+class DocumentWork(NamedTuple):
+    """Attention within documents on the context ranks of a layout (partition/documents.py)."""
+
+    windows: tuple[WindowWork, ...]
+    exchanged: float
+    """The share of the micro-batches in which context ranks exchange anything."""
+
+
 class Place(NamedTuple):
     """A tensor, context and expert rank with a micro-batch of `sequences` sequences."""
 
@@ -455,6 +486,8 @@ class Place(NamedTuple):
     profile: MemoryProfile = PHALANX
     documents: bool = False
     """Whether attention must not cross documents."""
+    work: DocumentWork | None = None
+    """What attention within documents computes and sends, where that is known and less than in whole sequences."""
     window: int = 0
     """Keys that a query of this layer sees at most, fewer than the sequence has; 0: all. Set by the kind of block."""
     ring_rank: int | None = None
@@ -476,6 +509,17 @@ class Place(NamedTuple):
     @property
     def cp(self) -> int:
         return self.ring * self.ulysses
+
+    @property
+    def within(self) -> WindowWork | None:
+        """The `work` of this layer's window."""
+        return next((each for each in self.work.windows if each.window == self.window), None) if self.work else None
+
+    @property
+    def ring_counts(self) -> RingCounts:
+        """The keys that `ring_rank` exchanges within documents, or the position that sends most."""
+        ring = self.within.ring if self.within else (RingCounts(),)
+        return max(ring) if self.ring_rank is None else ring[self.ring_rank]
 
     @property
     def ep_shard(self) -> int:
@@ -545,7 +589,7 @@ def place_of(
     narrow: bool = False,
     slices: int = 1,
     profile: MemoryProfile = PHALANX,
-    documents: bool = False,
+    work: DocumentWork | None = None,
     ring_rank: int | None = None,
     conversations: int = 1,
 ) -> Place:
@@ -564,7 +608,7 @@ def place_of(
         width,
         narrow,
         profile,
-        documents,
+        work=work,
         ring_rank=ring_rank,
         tiled=layout.tiled_layers if layout.tiles > 1 else frozenset(),
         ep_nodes=layout.ep_nodes,

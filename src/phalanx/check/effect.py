@@ -156,6 +156,7 @@ CONDITIONS: dict[str, Condition] = {
     **{f"layout.{name}": _PIPELINE for name in ("schedule", "pp_chunks", "pp_slices", "pp_cut")},
     **{f"layout.{name}": _GATHERED for name in ("reshard", "prefetch")},
     **{f"guard.{name}": _SPIKES for name in ("spike_norm", "spike_loss", "spike_window", "spike_warmup")},
+    "data.document_tokens": (lambda job: job.data.document_mask, "is for data.document_mask=true"),
     "data.readers": (
         lambda job: job.layout.sync != "asp" and job.layout.data_parallel != "threads",
         "is for ranks that take steps together: neither layout.sync=asp nor data_parallel=threads",

@@ -115,11 +115,13 @@ def worlds_of(job: Job) -> tuple[int, ...]:
 
 def _chosen(loaded: LoadedJob, worlds: tuple[int, ...], vocab: int, prints: bool = True) -> LoadedJob:
     # Here, because numpy is a third of the time that --help takes.
+    from phalanx.data.mixture import documents_of
     from phalanx.plan.notes import NO_HEADROOM
     from phalanx.plan.planner import choose
 
     with stderr_progress() as progress:
-        plan = choose(loaded.job, fixed_of(loaded), vocab, worlds, progress if prints else None)
+        job, shown = loaded.job, progress if prints else None
+        plan = choose(job, fixed_of(loaded), vocab, worlds, shown, documents_of(job))
     best = plan.best[0]
     if prints:
         echo(

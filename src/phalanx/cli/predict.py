@@ -12,7 +12,7 @@ from math import inf, isfinite, prod
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from phalanx.axes.catalogue import unbalanced
-from phalanx.blocks.parameters import count, count_active, count_trained, trained_text
+from phalanx.blocks.parameters import count, count_active, count_trained, train_flops_per_step, trained_text
 from phalanx.check.job import optimizer_problems
 from phalanx.check.load import RESOLVED, LoadedJob
 from phalanx.cli import foreign, sweep
@@ -24,6 +24,7 @@ from phalanx.cli.verb import FROM, MOST_COLUMNS, Option, Words, flag_of, job_ver
 from phalanx.config import values
 from phalanx.config.job import Job, Optimizer
 from phalanx.cost.breakdown import completions_line, document, duration, memory_lines, slow_format, subject, time_lines
+from phalanx.cost.communication import place
 from phalanx.cost.frameworks import FRAMEWORKS, PHALANX, calibrated
 from phalanx.cost.job_spec import step_spec
 from phalanx.cost.money import FIGURES, Prices, amount, is_asked, run_cost, tokens_of
@@ -38,7 +39,7 @@ from phalanx.gc import gc_paused
 from phalanx.nearest import did_you_mean
 from phalanx.optimizers.catalogue import state_bytes_of
 from phalanx.partition.derived import PARAMETER_BYTES, slices_of, solve
-from phalanx.partition.documents import MEANS, imbalances
+from phalanx.partition.document_sample import MEANS, DocumentSample, imbalances
 from phalanx.partition.ramp import assumption
 from phalanx.pictures import context as context_picture
 from phalanx.pictures import layout as layout_picture
@@ -102,10 +103,14 @@ def _show(
     files.tell()
 
 
-def asked(about: Asked, words: Words) -> Asked:
-    """Returns the spec or request with the changes of the options, or of the file of --from. Raises JobError for an
-    unknown framework."""
+def asked(about: Asked, words: Words, job: Job) -> Asked:
+    """Returns the spec or request of a job with the documents of its data, and with the changes of the options, or of
+    the file of --from. Raises JobError for an unknown framework."""
     options = words.options
+    if about.documents is not None and not about.documents.lengths:
+        from phalanx.data.mixture import documents_of  # here, because only such jobs wait for it
+
+        about = replace(about, documents=documents_of(job))
     if words.theirs is not None and "framework" not in words.stated:
         about = replace(about, **foreign.changes(about, words.theirs))
         return about if options["products"] == "job" else replace(about, products=options["products"])
@@ -177,7 +182,7 @@ def run(words: Words) -> int:
     if options["picture"] != "prediction" and not options["svg"]:
         raise JobError(f"--picture {options['picture']} says what --svg draws: name a file, such as --svg step.svg")
     files = OutputFiles.of(words, "svg")
-    spec = asked(step_spec(job, vocabulary_size(job)), words)
+    spec = asked(step_spec(job, vocabulary_size(job)), words, job)
     prediction = predict(spec)
     traffic = rank_traffic(job, spec)
     sliced = job.layout.pp > 1 and slices_of(job.layout) > 1
@@ -197,17 +202,10 @@ def run(words: Words) -> int:
     if cuts:
         document["slices"] = {name: {**vars(cut), "latency_s": cut.latency} for name, cut in cuts.items()}
         text = "\n".join([text, "", *slices.lines(cuts)])
-    if not unbalanced(job):
-        found = {name: imbalances(job.model, job.layout, mean) for name, mean in MEANS.items()}
-        document["cp_imbalance"] = found
-        said = [
-            f"  mean 1/{1 / MEANS[name]:.0f} of a sequence: the fullest rank has {each['documents']:.2f} × the mean of "
-            f"the pairs of queries and keys ({each['position']:.2f} × by position), and {each['skipped']:.0%} of the "
-            "micro-batches exchange nothing"
-            for name, each in found.items()
-        ]
-        intro = "documents over cp ranks, of log-normal lengths; they decide what cp sends:"
-        text = "\n".join([text, "", intro, *said])
+    if spec.documents is not None:
+        found, said = _documents(job, spec, spec.documents)
+        document |= found
+        text = "\n".join([text, "", *said])
     if words.theirs is not None:
         document["from"] = foreign.document(words.theirs, spec.framework.name)
         text = "\n".join([text, "", *foreign.lines(words.theirs, spec.framework.name, words.loaded)])
@@ -217,6 +215,45 @@ def run(words: Words) -> int:
     if not words.as_json:
         echo(f"\n{shortfall(spec)}", file=sys.stderr, wrap=True)
     return DoesNotFitError.exit_code
+
+
+def _documents(job: Job, spec: StepSpec, sample: DocumentSample) -> tuple[dict[str, Any], list[str]]:
+    """Returns the documents of a prediction, as fields of `--json` and as lines: how much of attention they leave, and
+    how cp ranks share them; where their lengths are not known, of two examples."""
+    model, found, said = spec.model, dict[str, Any](), list[str]()
+    if sample.lengths:
+        samples = {"documents": sample}
+        pairs, mean = sample.share_of_pairs(model), sum(sample.lengths) / len(sample.lengths)
+        full, causal = (train_flops_per_step(model, spec.batch.global_batch, attention=of) for of in ("full", "causal"))
+        flops = causal - (1 - pairs) * (full - causal)
+        of_one = place(spec, replace(spec.layout, dp_shard=1, dp_replicate=1)).work
+        work, found["documents"] = place(spec).work, {"mean_tokens": mean, "share_of_pairs": pairs, "flops": flops}
+        source = "log-normal lengths" if job.data.document_tokens else "the prepared data"
+        said += [
+            f"documents: {mean:,.0f} tokens on average where sequences cut them ({source})",
+            f"  attention: {pairs:.1%} of the pairs of whole sequences; {flops:.3g} FLOPs per step, where mfu counts "
+            f"{full:.3g}",
+        ]
+        if work and of_one and spec.layout.data_ranks > 1:
+            found["documents"]["dp_imbalance"] = most = work.windows[0].pairs / of_one.windows[0].pairs
+            said += [f"  data ranks: they wait for one with {most:.2f} × the mean of the pairs"]
+    else:
+        samples = {name: DocumentSample.example(model.seq_len, mean * model.seq_len) for name, mean in MEANS.items()}
+        said += [
+            "documents: lengths not known, so seconds and bytes are those of whole sequences; data.document_tokens=N, "
+            "or prepared data, tell them"
+        ]
+    if unbalanced(job):
+        return found, said
+    sequences = spec.batch.micro_batch
+    found["cp_imbalance"] = {name: imbalances(model, job.layout, sequences, each) for name, each in samples.items()}
+    for name, each in found["cp_imbalance"].items():
+        mean = f", with a mean of 1/{1 / MEANS[name]:.0f} of a sequence" if name in MEANS else ""
+        said.append(
+            f"  cp ranks{mean}: the fullest has {each['documents']:.2f} × the mean of the pairs "
+            f"({each['position']:.2f} × by position); {each['skipped']:.0%} of the micro-batches exchange nothing"
+        )
+    return found, said
 
 
 def _check_of_table(words: Words) -> None:
@@ -241,7 +278,7 @@ def _swept(words: Words) -> int:
     files = OutputFiles.of(words, "svg")
 
     def predicted(job: Job) -> tuple[Prediction, float]:
-        spec = asked(step_spec(job, vocabulary_size(job)), words)
+        spec = asked(step_spec(job, vocabulary_size(job)), words, job)
         sent = (size for collectives in rank_traffic(job, spec).values() for size in collectives.values())
         return predict(spec), sum(sent)
 
@@ -383,7 +420,7 @@ def run_plan(words: Words) -> int:
     check_calibration(cluster, cluster.devices)
     fixed = {name: getattr(loaded.job.layout, name) for name in fixed_of(loaded)}
     request = plan_request(_with_batch(loaded.job, words.before), vocabulary_size(loaded.job), fixed)
-    request = asked(replace(request, worlds=worlds_of(loaded.job)), words)
+    request = asked(replace(request, worlds=worlds_of(loaded.job)), words, loaded.job)
     if "exotic" in words.switches:
         request = replace(request, band=EQUAL)
     checks = "check" in words.switches
@@ -432,7 +469,8 @@ def run_plan(words: Words) -> int:
     if plan.struck:
         text = "\n".join([text, "", "struck, when rehearsed:", *plan.struck_lines()])
     if words.theirs is not None and words.before is not None:
-        before = asked(step_spec(words.before.job, vocabulary_size(words.before.job)), words)
+        job = words.before.job
+        before = asked(step_spec(job, vocabulary_size(job)), words, job)
         own = Candidate.of(before)
         beside = [foreign.Beside.of(words.theirs, own, best) for best in plan.best[:1]]
         document["from"] = foreign.document(words.theirs, before.framework.name)
@@ -542,7 +580,7 @@ SIMULATE = job_verb(
 def run_simulation(words: Words) -> None:
     options = words.options
     files = OutputFiles.of(words, "svg", "trace", "failures_svg")
-    spec = asked(step_spec(words.job, vocabulary_size(words.job)), words)
+    spec = asked(step_spec(words.job, vocabulary_size(words.job)), words, words.job)
     disturbance = _disturbance(options["straggler"], options["slow_link"])
     check(disturbance, spec)
     passes = 2 * spec.batch.accumulation * spec.layout.pp * max(1, spec.layout.pp_chunks)  # of all ranks, about

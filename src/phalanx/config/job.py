@@ -101,6 +101,9 @@ class Data:
     document_mask: bool = False
     """A token attends only to tokens of its own document: those since the last separator, which is the tokenizer's
     end-of-text token or, where it has none (char, byte), a newline, so that every line is a document."""
+    document_tokens: Annotated[int, Interval(0)] = 0
+    """Mean tokens of a document, of log-normal lengths, from which predictions take what attention computes and sends
+    under document_mask. 0: the documents of the prepared data, or whole sequences if it is not prepared."""
     template: Annotated[str, Example("chatml")] = "tokenizer"
     """How corpus chat makes a text of a conversation: tokenizer (by the chat template that comes with data.tokenizer),
     chatml, llama3, alpaca, raw (contents alone), or the path of a Jinja file."""

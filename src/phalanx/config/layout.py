@@ -40,7 +40,8 @@ class Layout(Hashed):
     cp_balance: Literal["auto", "position", "documents"] = "auto"
     """Tokens of each cp rank: by position, on a ring in zig-zag, which balances whole sequences; or with
     data.document_mask whole documents, where these are short enough that no rank needs another's keys, and otherwise on
-    a ring chunks by what attention within documents costs. auto: by documents wherever that is possible."""
+    a ring long ones in parts, or chunks, by what attention within documents costs. auto: by documents wherever that is
+    possible."""
     tp: Annotated[int, Interval(1)] = 1
     """Tensor-parallel ranks: each holds a part of every matrix."""
     pp: Annotated[int, Interval(1)] = 1

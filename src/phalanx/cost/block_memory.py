@@ -351,7 +351,7 @@ class BlockBytes:
         """Bytes that wait for the weights' gradients where these are put off."""
         again = 0.0 if kind.recompute in ("products", "mlp") else max(0.0, whole - self.kept) / step.slices
         adds = step.spec.batch.accumulation > 1 and layout.accumulate == "local"
-        batch = whole_place._replace(sequences=step.spec.batch.micro_batch, documents=step.spec.document_mask)
+        batch = whole_place._replace(sequences=step.spec.batch.micro_batch, documents=step.spec.documents is not None)
         moments = backward_moments(batch, kind, splits=step.splits)
         if kind.recompute == "full" and kind.block.routed and (layout.ep > 1 or layout.tp > 1):
             moments += (_experts_again(batch, kind.block),)

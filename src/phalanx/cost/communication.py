@@ -21,7 +21,8 @@ from phalanx.config.layout import Layout, Recompute
 from phalanx.cost.exposed import quotient, smaller
 from phalanx.cost.kernels import stream_seconds
 from phalanx.cost.spec import StepSpec
-from phalanx.partition.derived import near_ranks
+from phalanx.partition.derived import gathers_parameters, near_ranks
+from phalanx.partition.document_sample import document_work
 
 
 def sent_bytes(collective: Collective, payload: float, ranks: int) -> float:
@@ -231,13 +232,17 @@ Kind = str
 
 def place(spec: StepSpec, layout: Layout | None = None) -> Place:
     """Returns the place of a rank of a spec, in another layout if one is given."""
+    layout, profile, sequences = layout or spec.layout, spec.framework.memory_profile, spec.batch.micro_batch
+    kernel = profile.masks == "none" and not (spec.model.attention_softcap or spec.model.dropout)
+    waits = 1 if gathers_parameters(layout) else spec.batch.accumulation
     return place_of(
         spec.model,
-        layout or spec.layout,
-        spec.batch.micro_batch,
+        layout,
+        sequences,
         width=spec.width,
         narrow=spec.products in ("fp8", "fp4"),
-        profile=spec.framework.memory_profile,
+        profile=profile,
+        work=document_work(spec.model, layout, sequences, spec.documents, kernel=kernel, waits=waits),
     )
 
 

@@ -24,6 +24,7 @@ from phalanx.cost.spec import Framework, StepSpec, as_used_by
 from phalanx.cost.step_state import require_host
 from phalanx.errors import JobError
 from phalanx.partition.derived import MODES, PARAMETER_BYTES, Mode, is_file, legal_modes, schedule_of, solve, with_modes
+from phalanx.partition.document_sample import DocumentSample
 from phalanx.schedule import catalogue
 from phalanx.techniques.catalogue import techniques_of, update_costs
 
@@ -175,12 +176,21 @@ def rank_spec(job: Job, vocab: int, device: str = "") -> StepSpec:
         framework=framework,
         optimizer=job.optimizer,
         stages=stages(model, job.layout),
-        document_mask=job.data.document_mask,
+        documents=stated_documents(job),
         more=update_costs(job),
         compared=(compared := compared_in(job.data)),
         rollout=job.train.grpo if compared == "completions" else None,
     )
     return with_loss_chunk(with_recompute_budget(spec))
+
+
+def stated_documents(job: Job) -> DocumentSample | None:
+    """Returns an example of documents of the length that the job states, without lengths if it states none; None where
+    attention crosses documents."""
+    data, seq_len = job.data, job.model.seq_len
+    if not data.document_mask:
+        return None
+    return DocumentSample.example(seq_len, data.document_tokens) if data.document_tokens else DocumentSample()
 
 
 def framework_of(job: Job) -> Framework:

@@ -317,11 +317,11 @@ def _attention(
 ) -> tuple[float, float, int]:
     """Returns the seconds forward and backward, and the number of kernels, over all steps of a ring."""
     heads, kv_heads = core.sequences * core.heads, core.sequences * core.kv_heads
-    queries, keys, steps = core.queries, -(-core.keys // core.steps), core.steps
+    queries, keys, steps = core.queries, ceil(core.keys / core.steps), core.steps
     windowed = core.keys_per_query * core.steps < core.keys
     if framework.attention == "flash" and not (windowed and framework.windows == "unfused"):
         shape = (device, products, queries, keys, heads, kv_heads, core.head, core.value_head)
-        seen = min(keys, core.keys_per_query)
+        seen = min(keys, core.keys_per_query) if core.chosen else core.keys_per_query
         own, crowd = framework.flash, framework.crowd
         one = framework.alone.flash if framework.alone and crowd < 1 else own
 
@@ -333,7 +333,7 @@ def _attention(
             seconds(own, back) if one == own else blended(seconds(one, back), seconds(own, back), crowd)
             for back in (False, True)
         )
-        return forward, backward, 2 * steps
+        return forward, backward, 2 * ceil(steps)
     # Products of every query with every key, between which the probabilities go through memory.
     kind = "fp32" if products == "fp32" else "bf16"
     forward = product_seconds(device, kind, queries, keys, core.head, heads)
@@ -342,4 +342,4 @@ def _attention(
     pairs = max(2, PRODUCT_BYTES[products]) * heads * queries * keys
     forward += stream_seconds(device, framework.softmax_passes * pairs, 4)
     backward += stream_seconds(device, framework.softmax_passes * pairs, 4)
-    return steps * forward, steps * backward, 8 * steps
+    return steps * forward, steps * backward, 8 * ceil(steps)

@@ -361,12 +361,13 @@ def _host_operations(spec: StepSpec, kind: BlockKind, work: Iterable[Operator]) 
     layout = spec.layout
     steps = next((operator.core.steps for operator in work if operator.core), 0)
     attention = steps > 0
+    exchanged = sum(m.forward for operator in work for m in operator.messages if m.axis == "ulysses") / 2
     # Both halves of a parallel block share one exchange.
     exchanges = 1 if spec.model.parallel_block else 2
     sends = attention or not (layout.folds and kind.routed) or spec.model.moe.n_shared > 0
     return {
         "tp": (layout.tp > 1 and sends) * HOST_OPS["sp" if layout.sp else "tp"] * exchanges / 4,
-        "cp": attention * ((steps - 1) * HOST_OPS["ring"] + (layout.cp_ulysses > 1) * HOST_OPS["ulysses"]),
+        "cp": attention * ((steps - 1) * HOST_OPS["ring"] + exchanged * HOST_OPS["ulysses"]),
         "ep": (not attention and kind.routed and layout.ep > 1) * HOST_OPS["ep"],
     }
 

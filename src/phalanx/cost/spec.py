@@ -17,6 +17,7 @@ from phalanx.config.precision import Products
 from phalanx.hashed import Hashed, hashed_once
 from phalanx.optimizers.entry import NOTHING_MORE, UpdateCosts
 from phalanx.partition.derived import Batch
+from phalanx.partition.document_sample import DocumentSample
 
 FusedKernel = Literal[1, 2, 3, "cudnn"]
 """A kernel of fused attention: a generation of FlashAttention, or cuDNN's (kernel.FLASH)."""
@@ -164,8 +165,8 @@ class StepSpec(Hashed):
     """Layers of every pipeline stage; empty: those of `layout.pp_cut`, else as even as possible."""
     optimizer: Optimizer = field(default_factory=Optimizer)
     """The optimizer: its state, and what its step takes."""
-    document_mask: bool = False
-    """Whether attention must not cross documents (data.document_mask)."""
+    documents: DocumentSample | None = None
+    """The documents that attention must not cross (data.document_mask); None: it crosses them."""
     more: UpdateCosts = NOTHING_MORE
     """What techniques add to the optimizer's step."""
     given: bool = True

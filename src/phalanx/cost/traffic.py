@@ -2,7 +2,7 @@
 
 Beside the messages of each technique there are a pipeline's messages, and three numbers over all
 ranks: loss, gradient norm, and whether to stop. No byte depends on the data, except between experts without a capacity,
-for which a balanced load is predicted.
+for which a balanced load is predicted, and in attention within documents, for which it is the mean over a sample.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from phalanx.cost.traffic_parameters import HeldParameter, LayerRun, RankPasses,
 from phalanx.optimizers.catalogue import granularity_of
 from phalanx.optimizers.entry import Granularity, is_hidden_matrix, matrix_elements
 from phalanx.partition import derived
+from phalanx.partition.document_sample import DocumentSample, document_work
 from phalanx.partition.matrices import Piece, ShardRanges, SharedMatrix, granular_cut, rounds, sent_elements
 from phalanx.partition.tensor_slices import PUSH_BYTES, REPLY_BYTES, STOP_MESSAGE_BYTES, cp_coordinates, in_buckets
 
@@ -478,6 +479,7 @@ def step_traffic(
     optimizer: Optimizer = ADAMW,
     compared: Compared = "",
     conversations: int = 1,
+    documents: DocumentSample | None = None,
     share: float = 1,
     fp8_scaling: Fp8Scaling = "rowwise",
 ) -> Traffic:
@@ -491,7 +493,8 @@ def step_traffic(
     ranks' experts, and as an expert's rank back to theirs, in the forward passes of all layers and micro-batches, if
     known: each layer counts an equal share of them, which matters if layers recompute differently. An `optimizer` that
     updates whole matrices sends pieces of them. `compared`: what the loss compares. `conversations`: the most that
-    are packed into a sequence, known once the data are read.
+    are packed into a sequence, known once the data are read. Where attention stays within `documents`, what cp sends is
+    the mean over their micro-batches: exact if they are a step's own.
 
     Replicas that synchronize every sync_every steps (local_sgd, diloco) send a share of it per step. A pipeline without
     a flush sends the mean over a run of steps. With sync=asp a step's parts go to whichever replica is ready: `share`
@@ -516,6 +519,7 @@ def step_traffic(
         slices=plan.slices,
         ring_rank=ring_rank,
         conversations=conversations,
+        work=document_work(model, layout, batch.micro_batch, documents),
     )
     last, passed, routed = len(plan.cut) - 1, Table(), Counter[LayerKind]()
     for stage, passes in work.passes.items():

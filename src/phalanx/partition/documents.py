@@ -3,8 +3,8 @@
 A sequence is cut into equal chunks. Every position gets as many of them, chosen by what attention within documents
 costs (MagiAttention, 2025: dispatch by area), so that all attend to about as many keys; a position then needs only the
 keys of its own documents. Where documents are short, positions get whole ones instead, and exchange nothing (dynamic
-context parallelism). All sequences of a micro-batch are cut alike, by their summed cost. Positions without documents
-are those of blocks/attention.py, in zig-zag.
+context parallelism); where only some are, the long ones alone are cut. All sequences of a micro-batch are cut alike, by
+their summed cost. Positions without documents are those of blocks/attention.py, in zig-zag.
 """
 
 from __future__ import annotations
@@ -13,17 +13,19 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
+from heapq import heappop, heappush
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from phalanx.blocks.attention import LEAST_RUN, zigzag_runs
-from phalanx.blocks.kinds import block, block_kinds
+from phalanx.blocks.attention import LEAST_RUN
+from phalanx.blocks.kinds import ATTENTION, block, block_kinds, chosen_kinds
 from phalanx.blocks.operator import Place
 from phalanx.blocks.parameters import matrix_flops_per_token
 from phalanx.config.layout import Layout
 from phalanx.config.model import ModelConfig
+from phalanx.partition.derived import slices_of
 from phalanx.partition.tensor_slices import cp_coordinates, rank_share, window_blocks
 
 CHUNKS = 16
@@ -32,8 +34,6 @@ MORE_WORK = 0.05
 """The share of a rank's FLOPs that the fullest rank may have more with whole documents than with chunks by cost."""
 FILLING = 8
 """Documents per position, the shortest, that at first fill up what the longer ones leave."""
-MEANS = {"long": 1 / 8, "short": 1 / 64}
-"""The mean lengths of examples of documents, in sequences."""
 Numbers = NDArray[np.int64]
 """The document number of each token of some sequences, (batch, seq): others in the documents before and after it."""
 Places = Sequence[Sequence[range]]
@@ -88,12 +88,15 @@ def chunked(numbers: Numbers, size: int) -> Numbers:
 
 def keys_seen(numbers: Numbers, model: ModelConfig) -> Numbers:
     """Returns the keys that each token sees within its document, summed over the layers of a model: (batch, seq)."""
+    windows = Counter(kind.window for kind in block_kinds(model)).items()
+    return sum((layers * keys_within(numbers, model, window) for window, layers in windows), np.zeros_like(numbers))
+
+
+def keys_within(numbers: Numbers, model: ModelConfig, window: int) -> Numbers:
+    """Returns the keys that each token sees within its document in a layer with a window (0: none): (batch, seq)."""
     within = np.arange(numbers.shape[1]) - first_tokens(numbers)
-    found = np.zeros_like(within)
-    for window, layers in Counter(kind.window for kind in block_kinds(model)).items():
-        seen = within % window if window and model.window_kind == "chunks" else within
-        found += layers * (np.minimum(seen + 1, window) if window else seen + 1)
-    return found
+    seen = within % window if window and model.window_kind == "chunks" else within
+    return np.minimum(seen + 1, window) if window else seen + 1
 
 
 class Assignment(NamedTuple):
@@ -135,15 +138,17 @@ def assign(seen: Numbers, ring: int) -> Assignment:
 
 
 def assigned(numbers: Numbers, model: ModelConfig, layout: Layout) -> Assignment:
-    """Distributes the documents of a micro-batch: whole over all cp ranks, which then exchange nothing, or else whole
-    over the positions of the ring, where the fullest rank's FLOPs exceed those of chunks by cost by at most
-    `MORE_WORK`; otherwise in chunks over the ring. All ranks find the same, from the documents alone."""
+    """Distributes the documents of a micro-batch: whole over all cp ranks, which then exchange nothing; or else whole,
+    or all but the long ones whole, over the positions of the ring; each if the fullest rank's FLOPs exceed those of
+    chunks by cost by at most `MORE_WORK`. Otherwise in chunks over the ring. All ranks find the same, from the
+    documents alone."""
     seen = keys_seen(numbers, model)
     chunks = assign(seen, layout.ring)
     matrices = _matrices_in_pairs(model) * seen.size
     most = (1 + MORE_WORK) * (matrices + max(chunks.pairs) * layout.ring)
-    for parts in dict.fromkeys((layout.cp, layout.ring)):
-        found = whole_documents(numbers, seen, parts) if parts > 1 else None
+    ways = [(whole_documents, layout.cp), (whole_documents, layout.ring), (mostly_whole, layout.ring)]
+    for way, parts in dict.fromkeys(ways):
+        found = way(numbers, seen, parts) if parts > 1 else None
         if found and matrices + max(found.pairs) * parts <= most:
             return found
     return chunks
@@ -193,6 +198,40 @@ def whole_documents(numbers: Numbers, seen: Numbers, parts: int) -> Assignment |
     return None
 
 
+def mostly_whole(numbers: Numbers, seen: Numbers, parts: int) -> Assignment:
+    """Distributes documents over `parts` positions with as many tokens each, so that few are at several positions: in
+    zig-zag those that are longer than such a part, or have more pairs. The others go, the longest first, to the
+    position with the fewest pairs so far of those with room; where none has room, a document is cut to fill one."""
+    tokens, pairs = numbers.shape[1], seen.sum(0)
+    starts = np.flatnonzero(begins_of(numbers).all(axis=0))
+    lengths, costs = np.diff(starts, append=tokens), np.add.reduceat(pairs, starts)
+    long = np.maximum(lengths * parts / tokens, costs * parts / costs.sum()) > 1
+    before, owners = np.append(0, pairs.cumsum()), np.empty(tokens, np.int64)
+    rooms, loads, left = [tokens // parts] * parts, [0] * parts, list[tuple[int, int]]()
+
+    def take(place: int, start: int, length: int) -> None:
+        owners[start : start + length] = place
+        rooms[place] -= length
+        loads[place] += int(before[start + length] - before[start])
+
+    for start, length, cut in zip(starts.tolist(), lengths.tolist(), long.tolist(), strict=True):
+        chunk = cut * length // (2 * parts)
+        for number in range(2 * parts) if chunk else ():
+            take(min(number, 2 * parts - 1 - number), start + number * chunk, chunk)
+        if rest := length - 2 * parts * chunk:
+            heappush(left, (-rest, start + 2 * parts * chunk))
+    while left:
+        length, start = heappop(left)
+        fitting = [place for place in range(parts) if rooms[place] >= -length]
+        place = min(fitting, key=loads.__getitem__) if fitting else max(range(parts), key=rooms.__getitem__)
+        taken = min(-length, rooms[place])
+        take(place, start, taken)
+        if taken < -length:
+            heappush(left, (length + taken, start + taken))
+    places = (tuple(_runs(np.flatnonzero(owners == place))) for place in range(parts))
+    return Assignment(tuple(places), tuple(loads))
+
+
 def _dealt(lengths: list[int], costs: list[int], parts: int, room: int, long: int) -> list[int]:
     """Returns the position of each document, the longest first, of `parts` with `room` tokens each: the first `long` by
     cost, the others by subsets that fill the positions exactly; an empty list if these are not there."""
@@ -240,15 +279,19 @@ def long_tailed(tokens: int, sequences: int = 1, mean: float = 1 / 8) -> Numbers
     return numbers.astype(np.int64)
 
 
-def imbalances(model: ModelConfig, layout: Layout, mean: float) -> dict[str, float]:
-    """Returns the most pairs of a position over their mean in an example of documents whose mean length is this share
-    of a sequence, by cost and by position, and the share of its micro-batches of a sequence that exchange nothing."""
-    rows = np.split(long_tailed(model.seq_len, 32, mean), 32)
-    zigzag = [zigzag_runs(model.seq_len, layout.ring, place) for place in range(layout.ring)]
-    cuts = [assigned(row, model, layout) for row in rows]
-    by_position = [pairs_of(keys_seen(row, model), zigzag).imbalance for row in rows]
-    means = [np.mean(each) for each in ([cut.imbalance for cut in cuts], by_position, [c.skips(layout) for c in cuts])]
-    return dict(zip(("documents", "position", "skipped"), map(float, means), strict=True))
+def cut_by_position(model: ModelConfig, layout: Layout) -> str:
+    """Returns why documents do not decide which tokens context-parallel ranks hold; empty if they do."""
+    if layout.cp == 1 or layout.cp_balance == "position":
+        return "nothing to balance"
+    if slices_of(layout) > 1:
+        return "slices of sequences are pipelined one after the other, each cut by position; schedule=1f1b does not"
+    if model.moe.capacity:
+        return "experts with a capacity count whole sequences by position; model.moe.capacity=0 does not"
+    if any(ATTENTION[name].gathers for name in chosen_kinds(model, "attention")):
+        return "sparse attention chooses among keys by position; model.sparse.top_k=0 does not"
+    if any(ATTENTION[kind.attention].by_heads for kind in block_kinds(model)):
+        return "recurrent layers exchange whole sequences by position; model.attention=attention does not"
+    return ""
 
 
 class DocumentCut:
@@ -271,7 +314,8 @@ class DocumentCut:
             starts = np.flatnonzero(row)
             lowest = np.maximum(firsts[starts], starts - window + 1) if window else firsts[starts]
             self.segments.append(np.stack((starts, np.append(starts[1:], len(row)), lowest), axis=1))
-        needed = [self._needed(each) for each in range(len(places))]
+        self.needed = needed = [self._needed(each) for each in range(len(places))]
+        """Whether each place sees the keys of each token."""
         self.columns = [np.flatnonzero(needed[place] & (self.owners == source)) for source in range(len(places))]
         self.columns[place] = np.flatnonzero(self.owners == place)
         self.keys = [list(_runs(columns)) for columns in self.columns]
@@ -286,6 +330,12 @@ class DocumentCut:
             if any((needed[(source + hops) % ring] & (self.owners == source)).any() for source in range(ring))
         )
         """The distances over which some position sends keys to one after it."""
+
+    @property
+    def exchanged(self) -> Numbers:
+        """The keys that each place sends every other, (from, to); nothing to itself."""
+        found = np.array([np.bincount(self.owners[each], minlength=len(self.places)) for each in self.needed]).T
+        return np.where(np.eye(len(self.places), dtype=bool), 0, found)
 
     @cached_property
     def blocks(self) -> list[list[RingBlock]]:

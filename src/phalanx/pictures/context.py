@@ -18,7 +18,7 @@ from phalanx.config.layout import Layout
 from phalanx.config.model import ModelConfig
 from phalanx.cost.breakdown import subject
 from phalanx.errors import JobError
-from phalanx.partition.documents import DocumentCut, Numbers, Places, assign, keys_seen, long_tailed, pairs_of
+from phalanx.partition.documents import DocumentCut, Numbers, Places, assigned, keys_seen, long_tailed, pairs_of
 from phalanx.partition.tensor_slices import cp_coordinates, rank_share, ring_positions
 from phalanx.pictures.elements import BOLD, COLOURS, NEUTRAL, ON_CELL, SMALL, box, document, heading, text
 from phalanx.units import counted
@@ -40,7 +40,7 @@ def svg(job: Job) -> str:
     numbers, places = None, tuple(ring_positions(layout, tokens, place) for place in range(layout.ring))
     if layout.ring > 1 and not unbalanced(job):
         numbers = long_tailed(tokens)
-        places = assign(keys_seen(numbers, job.model), layout.ring).places
+        places = assigned(numbers, job.model, Layout(cp=layout.ring)).places
     caption = [*_first_lines(layout, tokens), *_caption(layout, _windows(job.model), numbers)]
     top = 48 + 17 * len(caption) + 36
     matrices, bottom = _matrices(layout, job.model, top, places, numbers)
@@ -82,7 +82,7 @@ def _caption(layout: Layout, windows: Counter[int], numbers: Numbers | None) -> 
     if numbers is not None:
         yield (
             f"Documents, {numbers.max() - numbers.min() + 1:,} of them in this example (log-normal lengths), see only "
-            "themselves; chunks go to the ranks by what they cost."
+            "themselves; the ranks get whole ones and parts of long ones, by what they cost."
         )
     elif layout.ring > 1:
         groups = "rank" if layout.cp_ulysses == 1 else f"group of {layout.cp_ulysses} ranks"

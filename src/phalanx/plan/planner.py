@@ -21,6 +21,7 @@ from phalanx.cost.spec import StepSpec
 from phalanx.errors import DoesNotFitError, JobError
 from phalanx.gc import gc_paused
 from phalanx.partition.derived import gathers_parameters
+from phalanx.partition.document_sample import DocumentSample
 from phalanx.plan.alternatives import AXES, TILES, alternatives, on_host
 from phalanx.plan.branch import Found, Keep, Portion, Progress, Search, degrees, simulated
 from phalanx.plan.notes import NO_HEADROOM, notes
@@ -298,16 +299,23 @@ MOST_REASONS = 4
 
 
 def choose(
-    job: Job, fixed: Collection[str], vocab: int, worlds: tuple[int, ...] = (), progress: Progress | None = None
+    job: Job,
+    fixed: Collection[str],
+    vocab: int,
+    worlds: tuple[int, ...] = (),
+    progress: Progress | None = None,
+    documents: DocumentSample | None = None,
 ) -> Plan:
     """Returns the plan of a job with `layout: auto`; its best candidate exists.
 
     `fixed` are the names of the layout's fields that keep the job's values, `vocab` is the size of the vocabulary,
-    `worlds` are the numbers of devices that may be used (empty: all of the cluster's). Raises JobError if the devices
+    `worlds` are the numbers of devices that may be used (empty: all of the cluster's), `documents` those of its data
+    (None: those that the job states). Raises JobError if the devices
     are unknown or no legal layout has the fixed fields, and DoesNotFitError if no legal layout fits.
     """
     fixed_values = {name: getattr(job.layout, name) for name in fixed}
-    request = replace(plan_request(job, vocab, fixed_values), worlds=worlds)
+    request = plan_request(job, vocab, fixed_values)
+    request = replace(request, worlds=worlds, documents=documents or request.documents)
     plan = search(request, progress)
     if plan.best:
         return plan

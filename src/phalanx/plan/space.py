@@ -25,6 +25,7 @@ from phalanx.cost.spec import Framework, StepSpec, as_used_by
 from phalanx.errors import JobError
 from phalanx.optimizers.entry import NOTHING_MORE, UpdateCosts
 from phalanx.partition.derived import DEFAULT_GLOBAL_BATCH, MODES, Batch, legal_hpz, legal_modes, solve
+from phalanx.partition.document_sample import DocumentSample
 from phalanx.plan.simplicity import EQUAL, TIED, TieBand
 from phalanx.schedule import catalogue
 from phalanx.techniques.catalogue import technique_problems
@@ -50,8 +51,8 @@ class PlanRequest:
     optimizer: Optimizer = field(default_factory=Optimizer)
     together: int = 1
     """Sequences that belong together: micro-batches are multiples of it."""
-    document_mask: bool = False
-    """Whether attention must not cross documents."""
+    documents: DocumentSample | None = None
+    """The documents that attention must not cross; None: it crosses them."""
     more: UpdateCosts = NOTHING_MORE
     """What techniques add to the optimizer's step."""
     compared: Compared = ""
@@ -104,7 +105,7 @@ class PlanRequest:
             self.width,
             self.framework,
             optimizer=self.optimizer,
-            document_mask=self.document_mask,
+            documents=self.documents,
             more=self.more,
             compared=self.compared,
             rollout=self.rollout,
@@ -158,7 +159,7 @@ def plan_request(job: Job, vocab: int, fixed: Mapping[str, Any] | None = None) -
         dict(fixed or {}),
         optimizer=spec.optimizer,
         together=PAIR if has_pairs(job.data) else 1,
-        document_mask=spec.document_mask,
+        documents=spec.documents,
         more=spec.more,
         compared=spec.compared,
         rollout=spec.rollout,

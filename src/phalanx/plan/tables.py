@@ -302,7 +302,8 @@ class Tables:
     def _alone(self) -> Layout:
         """The fixed fields of the layout of one device, without those of pipeline or data ranks."""
         base = self.space.base
-        kept = ("cp_inner", "loss_chunk", "tiles", "tile", "prefetch", "bucket_mb", "ep_node", "dispatch", "ep_overlap")
+        kept = ["cp_inner", "cp_balance", "loss_chunk", "tiles", "tile", "prefetch", "bucket_mb"]
+        kept += ["ep_node", "dispatch", "ep_overlap"]
         return Layout(zero=1, **{name: getattr(base, name) for name in kept})
 
     def _slopes(self) -> Floats:

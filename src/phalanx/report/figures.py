@@ -12,6 +12,7 @@ from phalanx.cost.prediction import Prediction, predict
 from phalanx.cost.rank_memory import RankMemory, step_memory
 from phalanx.cost.spec import StepSpec
 from phalanx.cost.traffic import step_traffic
+from phalanx.data.mixture import documents_of
 from phalanx.data.settings import vocabulary_size
 from phalanx.errors import PhalanxError
 from phalanx.partition.ramp import ramp_of
@@ -54,7 +55,8 @@ def expected(record: RunRecord) -> Expected:
         vocab = _count(start.get("vocab_size")) or vocabulary_size(job)
         if start.get("device") == "cpu":
             job = replace(job, cluster=replace(job.cluster, device="cpu"))
-        spec = rank_spec(job, vocab)
+        documents = documents_of(job)
+        spec = replace(rank_spec(job, vocab), documents=documents)
         found = Expected(
             memory=step_memory(spec),
             traffic=rank_traffic(job, spec, _count(start.get("conversations")) or 1),
@@ -63,7 +65,7 @@ def expected(record: RunRecord) -> Expected:
     except PhalanxError as error:
         return Expected(reason=str(error))
     try:
-        spec = step_spec(on_known_cluster(job), vocab)
+        spec = replace(step_spec(on_known_cluster(job), vocab), documents=documents)
         prediction = predict(spec)
     except PhalanxError as error:
         return replace(found, reason=str(error))
@@ -99,6 +101,7 @@ def rank_traffic(job: Job, spec: StepSpec, conversations: int = 1) -> dict[str, 
         optimizer=job.optimizer,
         compared=compared_in(job.data),
         conversations=conversations,
+        documents=spec.documents,
     )
 
 
