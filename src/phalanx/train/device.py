@@ -12,7 +12,6 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from phalanx.comm import blocking
 from phalanx.comm.agree import on_rank_zero
