@@ -593,6 +593,22 @@ def test_a_rank_whose_launcher_is_gone_already_ends_at_once() -> None:
     assert (done.returncode, done.stdout) == (-signal.SIGKILL, b"")
 
 
+LEAVES = """
+import atexit, sys, threading
+from phalanx.launch.lifeline import leave
+
+atexit.register(print, "at exit")
+threading.Thread(target=lambda: (threading.main_thread().join(), print("thread"))).start()
+"""
+
+
+def test_a_process_leaves_once_threads_and_exit_functions_are_done_unless_it_is_profiled() -> None:
+    for more, code, printed in (("", 3, b""), ("sys.setprofile(lambda *_: None)", 0, b"goes on\n")):
+        program = f"{LEAVES}{more}\nleave(3)\nprint('goes on')"
+        done = subprocess.run([sys.executable, "-c", program], capture_output=True, check=False)
+        assert (done.returncode, done.stdout, done.stderr) == (code, printed + b"thread\nat exit\n", b"")
+
+
 # Ranks beyond a machine's resources are refused before any of them starts.
 
 LAPTOP = Machine(cores=8, free_bytes=12 * 2**30, devices=0)

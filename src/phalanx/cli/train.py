@@ -238,7 +238,7 @@ def _launch(loaded: LoadedJob, directory: RunDirectory, as_json: bool) -> int:
 
 def preload(job: Job) -> list[str]:
     """Returns the modules that every rank imports until its first step, some of them at their first use."""
-    modules = ["phalanx.cli.train", "phalanx.train.rank", "safetensors.torch"]
+    modules = ["phalanx.cli.train", "phalanx.train.rank", "safetensors.torch", "numpy.ma"]
     if gathers_parameters(job.layout):
         modules += ["phalanx.parallel.fsdp", "torch._dynamo"]
     elif job.layout.recompute != "none" or compiles(job, accelerators(job.cluster.device)[0]):
