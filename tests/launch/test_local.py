@@ -25,6 +25,7 @@ from phalanx.cli.train import _require_room
 from phalanx.config.job import Job, RunOptions
 from phalanx.config.overrides import parse
 from phalanx.errors import JobError, NotFiniteError, RunError, StoppedError
+from phalanx.launch.fork_server import ForkServer
 from phalanx.launch.grid import Machine, problems, tasks_per_node
 from phalanx.launch.local import launch_local
 from phalanx.launch.output import Outlet, UnblockedStream, unblocked
@@ -607,6 +608,13 @@ def test_a_process_leaves_once_threads_and_exit_functions_are_done_unless_it_is_
         program = f"{LEAVES}{more}\nleave(3)\nprint('goes on')"
         done = subprocess.run([sys.executable, "-c", program], capture_output=True, check=False)
         assert (done.returncode, done.stdout, done.stderr) == (code, printed + b"thread\nat exit\n", b"")
+
+
+def test_a_fork_server_calls_functions_before_it_serves() -> None:
+    for function, serves in (("os:getpid", True), ("sys:exit", False)):
+        server = ForkServer([function], {})
+        assert server.wait(lambda: False) == serves
+        server.close()
 
 
 # Ranks beyond a machine's resources are refused before any of them starts.
