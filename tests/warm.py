@@ -9,7 +9,6 @@ for `python -c`, in tests marked `cold`, which are about the start of processes,
 
 from __future__ import annotations
 
-import atexit
 import ctypes
 import gc
 import importlib
@@ -27,11 +26,12 @@ import threading
 import time
 import types
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from phalanx.launch import fork_server
+from phalanx.launch.lifeline import leave
 
 PRELOAD = ("torch", "torch._dynamo", "torch.distributed.tensor", "torch.distributed.fsdp")
 """What is imported before the modules of Phalanx; the latter of them when a rank makes an optimizer."""
@@ -265,19 +265,12 @@ def _run(start: Start) -> None:
 
 
 def _leave(code: Any) -> None:
-    """Ends the process as the interpreter does, but for taking its modules apart: of a fork that has torch this takes
-    longer than most commands. Returns where a stream cannot be written, for the interpreter to say so."""
-    threading._shutdown()  # type: ignore[attr-defined]
-    atexit._run_exitfuncs()
-    try:
-        if code is not None and not isinstance(code, int):
+    """Ends the process as the interpreter does, but for taking its modules apart. Returns where that cannot be."""
+    if code is not None and not isinstance(code, int):
+        with suppress(OSError, ValueError):
             print(code, file=sys.stderr)
-            code = 1
-        sys.stdout.flush()
-        sys.stderr.flush()
-    except (OSError, ValueError):
-        return
-    os._exit((code or 0) & 0xFF)
+        code = 1
+    leave((code or 0) & 0xFF)
 
 
 def modules() -> Iterator[str]:

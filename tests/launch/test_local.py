@@ -25,6 +25,7 @@ from phalanx.cli.train import _require_room
 from phalanx.config.job import Job, RunOptions
 from phalanx.config.overrides import parse
 from phalanx.errors import JobError, NotFiniteError, RunError, StoppedError
+from phalanx.launch.fork_server import ForkServer
 from phalanx.launch.grid import Machine, problems, tasks_per_node
 from phalanx.launch.local import launch_local
 from phalanx.launch.output import Outlet, UnblockedStream, unblocked
@@ -591,6 +592,29 @@ def test_a_rank_whose_launcher_is_gone_already_ends_at_once() -> None:
     program = "from phalanx.launch.lifeline import die_with_parent; die_with_parent(1); print('still here')"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, check=False)
     assert (done.returncode, done.stdout) == (-signal.SIGKILL, b"")
+
+
+LEAVES = """
+import atexit, sys, threading
+from phalanx.launch.lifeline import leave
+
+atexit.register(print, "at exit")
+threading.Thread(target=lambda: (threading.main_thread().join(), print("thread"))).start()
+"""
+
+
+def test_a_process_leaves_once_threads_and_exit_functions_are_done_unless_it_is_profiled() -> None:
+    for more, code, printed in (("", 3, b""), ("sys.setprofile(lambda *_: None)", 0, b"goes on\n")):
+        program = f"{LEAVES}{more}\nleave(3)\nprint('goes on')"
+        done = subprocess.run([sys.executable, "-c", program], capture_output=True, check=False)
+        assert (done.returncode, done.stdout, done.stderr) == (code, printed + b"thread\nat exit\n", b"")
+
+
+def test_a_fork_server_calls_functions_before_it_serves() -> None:
+    for function, serves in (("os:getpid", True), ("sys:exit", False)):
+        server = ForkServer([function], {})
+        assert server.wait(lambda: False) == serves
+        server.close()
 
 
 # Ranks beyond a machine's resources are refused before any of them starts.

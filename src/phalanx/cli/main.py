@@ -111,6 +111,16 @@ MORE = (
 )
 
 
+def command() -> int:
+    """Runs the command line and returns the exit code, unless torch's modules are there, which are slow to end."""
+    code = main()
+    if "torch" in sys.modules:
+        from phalanx.launch.lifeline import leave
+
+        leave(code)
+    return code
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line and returns the exit code. A user's mistake is a message; a bug keeps its traceback."""
     _escape_what_the_locale_lacks()

@@ -237,8 +237,10 @@ def _launch(loaded: LoadedJob, directory: RunDirectory, as_json: bool) -> int:
 
 
 def preload(job: Job) -> list[str]:
-    """Returns the modules that every rank imports until its first step, some of them at their first use."""
-    modules = ["phalanx.cli.train", "phalanx.train.rank", "safetensors.torch"]
+    """Returns the modules that every rank imports until its first step, some of them at their first use, and functions
+    whose results all ranks share."""
+    modules = ["phalanx.cli.train", "phalanx.train.rank", "safetensors.torch", "numpy.ma"]
+    modules += ["phalanx.comm.calls:record", "phalanx.train.run_directory:source_digest"]
     if gathers_parameters(job.layout):
         modules += ["phalanx.parallel.fsdp", "torch._dynamo"]
     elif job.layout.recompute != "none" or compiles(job, accelerators(job.cluster.device)[0]):

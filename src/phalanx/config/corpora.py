@@ -356,6 +356,8 @@ MIN_BPE_VOCAB = 257
 """The 256 bytes and the end-of-text token."""
 END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<\uff5cend\u2581of\u2581sentence\uff5c>")
 """End-of-document tokens of known tokenizers, in order of preference."""
+TEMPLATE_FILES = JINJA_FILE, TOKENIZER_CONFIG = "chat_template.jinja", "tokenizer_config.json"
+"""The files beside a tokenizer.json."""
 TOKENIZER_FILES = ("tokenizer.json", "tekken.json", "tokenizer.model", "*.tiktoken", "tiktoken.model")
 """Patterns of the files in a folder that may hold its tokenizer, the first that is there first."""
 END_OF_TURN = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>", "<|end|>", "<|return|>")

@@ -26,7 +26,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from phalanx.bounded import parse_json, read_bytes, read_text
-from phalanx.config.corpora import BUILT_IN, END_OF_TEXT, OWN_TEMPLATE, TOKENIZERS
+from phalanx.config.corpora import BUILT_IN, END_OF_TEXT, JINJA_FILE, OWN_TEMPLATE, TOKENIZER_CONFIG, TOKENIZERS
 from phalanx.config.job import Data
 from phalanx.data.files import write_atomic
 from phalanx.data.tokenizer import Tokenizer
@@ -503,10 +503,6 @@ class ChatPrompts:
             return self._end
 
 
-JINJA_FILE = "chat_template.jinja"
-CONFIG_FILE = "tokenizer_config.json"
-TEMPLATE_FILES = (JINJA_FILE, CONFIG_FILE)
-"""The files beside a tokenizer.json."""
 DATE_KEY = "template_date"
 """The field of a tokenizer_config.json that holds the day of its template, where shards or a run have one."""
 MOST_TEMPLATE = 1 << 20
@@ -544,7 +540,7 @@ class ChatTemplate:
         """Writes the files that stand beside a tokenizer.json."""
         write_atomic(folder / JINJA_FILE, self.source.encode())
         config = dict(self.variables) | ({DATE_KEY: self.date} if self.writes_date else {})
-        write_atomic(folder / CONFIG_FILE, (json.dumps(config, ensure_ascii=False) + "\n").encode())
+        write_atomic(folder / TOKENIZER_CONFIG, (json.dumps(config, ensure_ascii=False) + "\n").encode())
 
 
 def find_template(data: Data) -> ChatTemplate:
@@ -598,8 +594,9 @@ def own_template(folder: Path) -> ChatTemplate | None:
     if source is None:
         return None
     if not isinstance(source, str) or len(source) > MOST_TEMPLATE:
-        raise DataError(f"{folder / CONFIG_FILE}: its chat_template is no text of at most {MOST_TEMPLATE:,} characters")
-    return ChatTemplate(source, variables, str(folder / CONFIG_FILE), date=date)
+        path = folder / TOKENIZER_CONFIG
+        raise DataError(f"{path}: its chat_template is no text of at most {MOST_TEMPLATE:,} characters")
+    return ChatTemplate(source, variables, str(folder / TOKENIZER_CONFIG), date=date)
 
 
 class Renderer:
@@ -721,12 +718,13 @@ def _date(config: Mapping[str, Any], folder: Path) -> str:
     try:
         datetime.fromisoformat(date)
     except (TypeError, ValueError):
-        raise DataError(f"{folder / CONFIG_FILE}: {DATE_KEY} is {date!r}, not a day such as {TEMPLATE_DATE}") from None
+        path = folder / TOKENIZER_CONFIG
+        raise DataError(f"{path}: {DATE_KEY} is {date!r}, not a day such as {TEMPLATE_DATE}") from None
     return date
 
 
 def _config(folder: Path) -> dict[str, Any]:
-    path = folder / CONFIG_FILE
+    path = folder / TOKENIZER_CONFIG
     if not os.path.exists(path):
         return {}
     try:

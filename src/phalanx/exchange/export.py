@@ -33,13 +33,12 @@ from phalanx.checkpoint.new_target import (
     written_beside,
 )
 from phalanx.checkpoint.shard_file import Reader
+from phalanx.config.corpora import JINJA_FILE, TOKENIZER_CONFIG
 from phalanx.config.hugging_face import config_json
 from phalanx.config.hugging_face.families import HARMLESS
 from phalanx.config.model import ModelConfig
 from phalanx.config.precision import STORED
 from phalanx.data.files import Progress, meter, silent, write_atomic
-from phalanx.data.template import CONFIG_FILE as TOKENIZER_CONFIG
-from phalanx.data.template import JINJA_FILE
 from phalanx.data.token_table import alphabet
 from phalanx.data.tokenizer import END_OF_TEXT, ByteTokenizer, CharTokenizer, LibraryTokenizer, Tokenizer
 from phalanx.data.tokenizer import FILE as TOKENIZER

@@ -27,11 +27,11 @@ from phalanx.checkpoint.manifest import Box, Manifest, StoredTensor
 from phalanx.checkpoint.new_target import target_problems, write_run, written_beside
 from phalanx.checkpoint.parts import is_finite
 from phalanx.checkpoint.shard_file import DTYPES, TORCH_DTYPES, Reader
+from phalanx.config.corpora import TEMPLATE_FILES
 from phalanx.config.job import Data, Job, Train
 from phalanx.config.model import ModelConfig
 from phalanx.config.precision import Precision
 from phalanx.data.files import Progress, meter, silent, write_atomic
-from phalanx.data.template import TEMPLATE_FILES
 from phalanx.data.tokenizer import FILE as TOKENIZER
 from phalanx.data.tokenizer import Tokenizer
 from phalanx.errors import CheckpointError, JobError

@@ -1,8 +1,9 @@
 """A server that has imported what ranks import, and forks them: a rank then starts without those seconds.
 
 A launch has one for its first ranks and for restarts, a pool of ranks (pool.py) for all of its own.
-`python -m phalanx.launch.fork_server MODULE...` imports the modules and serves one request after the other on its
-standard input, a socket: four bytes with the length of the text, which descriptors may accompany, and the text:
+`python -m phalanx.launch.fork_server MODULE...` imports the modules, calls the function of each MODULE:FUNCTION, and
+serves one request after the other on its standard input, a socket: four bytes with the length of the text, which
+descriptors may accompany, and the text:
 
     {"environment": {...}, "command": ["MODULE", "WORD", ...], "stdout": "FILE or empty", "stderr": ...} -> PID
 
@@ -185,8 +186,10 @@ def _main() -> None:
     die_with_parent(int(os.environ[LAUNCHER_PID]))
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # of the ranks: it ends them at once, wherever they are
     with gc_paused():  # a tenth of the seconds of importing
-        for module in sys.argv[1:-1]:
-            importlib.import_module(module)
+        for module, _, function in (word.partition(":") for word in sys.argv[1:-1]):
+            imported = importlib.import_module(module)
+            if function:
+                getattr(imported, function)()
     gc.freeze()  # exempts the imports from garbage collection, which would copy their pages in every rank
     module, *words = _serve(socket.socket(fileno=0))
     sys.argv = [module, *words]

@@ -170,7 +170,8 @@ class Restarts:
     directory: Path | None = None
     """The run directory, whose generation every attempt claims; None for runs without one."""
     preload: Sequence[str] = ()
-    """Modules that a fork server imports once for all ranks, also restarted ones; empty: each rank for itself."""
+    """Modules that a fork server imports, and functions (MODULE:FUNCTION) that it calls, once for all ranks, also
+    restarted ones; empty: each rank for itself."""
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from phalanx.errors import StoppedError
-from phalanx.launch.lifeline import die_with_parent, take_interrupts
+from phalanx.launch.lifeline import die_with_parent, leave, take_interrupts
 from phalanx.launch.ranks import HEARTBEATS, LAUNCHER_PID, LOG_DIR
 from phalanx.launch.verdict import Outcome, describe, reserve_room, spare_name
 from phalanx.launch.watchdog import heartbeat
@@ -36,6 +36,7 @@ def main(run: Callable[[list[str]], int]) -> NoReturn:
     code = report(directory, lambda: run(sys.argv[1:]), spare)
     if code in (0, StoppedError.exit_code):
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # it must not end a rank that is done, while Python ends
+        leave(code)
         sys.exit(code)
     # A failed rank leaves at once: the interpreter's way out may wait for peers in a half-done collective.
     sys.stdout.flush()

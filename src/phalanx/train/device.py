@@ -12,7 +12,6 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from phalanx.comm import blocking
 from phalanx.comm.agree import on_rank_zero
@@ -100,9 +99,9 @@ def peak_memory(device: torch.device) -> int:
 
 PEAK_FIELDS = {torch.float32: "fp32_tflops", torch.bfloat16: "bf16_tflops", torch.float16: "fp16_tflops"}
 """The Accelerator field with the peak of each data type."""
-MEASUREMENTS, MEASUREMENT_S = 5, 0.04
-"""Number of peak measurements if none is stored, and seconds of each: a fifth of a second at the start of a run, in
-which a product of 1,024 × 1,024 runs twice per measurement at 0.1 TFLOP/s, five times at 0.25."""
+MEASUREMENTS, MEASUREMENT_S = 5, 0.02
+"""Number of peak measurements if none is stored, and the least seconds of each: an eighth of a second at the start of a
+run, in which a product of 1,024 × 1,024 runs once per measurement at 0.1 TFLOP/s, three times at 0.25."""
 
 
 @dataclass(frozen=True)
@@ -182,31 +181,21 @@ def measured_peak(device: torch.device, dtype: torch.dtype, now: Callable[[], fl
         multiply, library = (lambda a, _: linear(a, a)), ", oneDNN"
     else:
         multiply, library = (lambda a, out: torch.mm(a, a, out=out)), ""
+    n = 256 if dtype in (torch.bfloat16, torch.float16) else 1024
+    a = torch.ones(n, n, dtype=dtype, device=device)
+    out = multiply(a, torch.empty_like(a))  # the first product takes longer
     found = []
     for _ in range(MEASUREMENTS):
         if dist.is_initialized():
             blocking.barrier()
-        found.append(_product_flops(device, dtype, multiply, now))
+        best, end = float("inf"), now() + MEASUREMENT_S
+        while now() < end or best == float("inf"):
+            began = now()
+            multiply(a, out)
+            best = min(best, now() - began)
+        found.append(2 * n**3 / best)
     spread = relative_spread(found)
     kind = str(dtype).removeprefix("torch.")
     source = f"median of {MEASUREMENTS} measurements of a {kind} matrix product{library}: spread {spread:.1%}"
     source += "; `phalanx bench compute` stores a steadier one"
     return Peak(statistics.median(found), source, spread)
-
-
-def _product_flops(
-    device: torch.device,
-    dtype: torch.dtype,
-    multiply: Callable[[Tensor, Tensor], Tensor],
-    now: Callable[[], float],
-) -> float:
-    """Returns the best FLOP/s of `multiply(a, out)` within MEASUREMENT_S; it may write a × a to `out`."""
-    n = 256 if dtype in (torch.bfloat16, torch.float16) else 1024
-    a = torch.ones(n, n, dtype=dtype, device=device)
-    out = multiply(a, torch.empty_like(a))
-    best, end = float("inf"), now() + MEASUREMENT_S
-    while now() < end or best == float("inf"):
-        began = now()
-        multiply(a, out)
-        best = min(best, now() - began)
-    return 2 * n**3 / best

@@ -37,10 +37,10 @@ from phalanx.check.start import KEPT
 from phalanx.checkpoint.inventory import check, checkpoint_at, newest_valid, set_aside
 from phalanx.checkpoint.manifest import Manifest, job_of
 from phalanx.config.added import ADDED
+from phalanx.config.corpora import TEMPLATE_FILES
 from phalanx.config.fields import get, leaves
 from phalanx.config.job import Job
 from phalanx.data.files import open_regular, write_atomic
-from phalanx.data.template import TEMPLATE_FILES
 from phalanx.echo import echo, shortened
 from phalanx.errors import CheckpointError, JobError, NotFoundError, RunError
 from phalanx.launch.lifeline import process_state
