@@ -12,7 +12,7 @@ import stat
 import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from torch.utils._triton import has_triton
 
 from phalanx.blocks.kinds import block_kinds
 from phalanx.config.calibration import processor
-from phalanx.model.layers import Run, prepare_compiler, run
+from phalanx.model.layers import Run, RunCheap, prepare_compiler, run
 from phalanx.model.moe import MixtureOfExperts
 from phalanx.model.transformer import Block, Transformer
 
@@ -54,10 +54,16 @@ def compile_blocks(model: Transformer, *, exchanged: bool = False) -> int:
         for module in model.modules():
             if isinstance(module, MixtureOfExperts):
                 for mlp in (module.experts, module.shared):
-                    if mlp is not None:
-                        mlp.run_cheap = torch.compile(run, dynamic=True)  # the numbers of rows change
+                    if mlp is not None and "run_cheap" not in vars(mlp):
+                        mlp.run_cheap = fused()
     model.embed_tokens, model.normed = torch.compile(model.embed_tokens), torch.compile(model.normed)
     return kinds
+
+
+@cache
+def fused() -> RunCheap:
+    """Returns `run`, compiled for any number of rows."""
+    return torch.compile(run, dynamic=True)
 
 
 @dataclass(frozen=True)
