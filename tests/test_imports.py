@@ -48,7 +48,7 @@ MOST_LINES = {
     "machine": 5400,
     "model": 3964,
     "optimizers": 550,
-    "parallel": 7785,
+    "parallel": 7786,
     "partition": 1581,
     "pictures": 3640,
     "plan": 4360,
