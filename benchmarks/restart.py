@@ -1,9 +1,10 @@
 """Seconds from SIGKILL to the next step: a tiny model on two ranks, so that they are all overhead.
 
 Rank 1 is killed, and the ranks are forked from the process that has imported what ranks import, with the state from
-storage or from memory (checkpoint.memory_every=1), or start Python anew. Then the launcher of one of two nodes is
-killed: a spare takes its place, or another launcher that starts at this moment. Also the steps that are done again.
-Replicas that come and go (run.min_replicas) do not restart: the other one goes on.
+storage or from memory (checkpoint.memory_every=1), or start Python anew; also where blocks are compiled, which the
+restart finds in the user's cache folder. Then the launcher of one of two nodes is killed: a spare takes its place, or
+another launcher that starts at this moment. Also the steps that are done again. Replicas that come and go
+(run.min_replicas) do not restart: the other one goes on.
 
 python -m benchmarks.restart [--rounds 3]
 """
@@ -88,12 +89,12 @@ def down(metrics: Path, killed: float, elastic: bool = False) -> Down:
             return Down(restarts[0]["time"] - killed, again, further[0]["time"] - killed)
 
 
-def after_a_rank(forked: bool, memory_every: int, elastic: bool = False) -> Down:
+def after_a_rank(forked: bool, memory_every: int, elastic: bool = False, compile: bool = False) -> Down:
     """Trains, kills rank 1, or the rank of replica 1, with SIGKILL, and stops the run when it is as far as before."""
     path = Path("job.yaml")
     path.write_text(JOB)
     words = [f"run.name=run-{time.monotonic_ns()}", f"checkpoint.memory_every={memory_every}"]
-    words += [f"run.min_replicas={int(elastic)}"]
+    words += [f"run.min_replicas={int(elastic)}", f"train.compile={str(compile).lower()}"]
     loaded = load_file(path, words)
     prepare(loaded.job.data)
     directory = RunDirectory.of(loaded.job)
@@ -189,6 +190,7 @@ CONTENDERS: dict[tuple[str, str, str], Callable[[], Down]] = {
     ("a rank", "forked", "memory, every step"): lambda: after_a_rank(True, 1),
     ("a rank", "forked", "storage, every 50 steps"): lambda: after_a_rank(True, 0),
     ("a rank", "Python anew", "storage, every 50 steps"): lambda: after_a_rank(False, 0),
+    ("a rank", "forked, with compiled blocks", "memory, every step"): lambda: after_a_rank(True, 1, compile=True),
     ("a node", "forked; of a spare node, too", "memory, every step"): lambda: after_a_node(True),
     ("a node", "forked; another launcher starts", "memory, every step"): lambda: after_a_node(False),
 }

@@ -48,7 +48,7 @@ MOST_LINES = {
     "machine": 5400,
     "model": 3964,
     "optimizers": 550,
-    "parallel": 7780,
+    "parallel": 7789,
     "partition": 1803,
     "pictures": 3640,
     "plan": 4363,

@@ -34,6 +34,7 @@ from phalanx.parallel.compiled import FOLDER, keep_compiled
 from phalanx.parallel.mesh import alone, build
 from phalanx.parallel.objective import FurtherTokens, MicroTensors
 from phalanx.parallel.pipeline import PipeDream
+from phalanx.partition.derived import Mode
 
 # What torch compiles is kept in the user's cache folder, and a folder that others can write is not used.
 
@@ -289,6 +290,10 @@ MORE: dict[str, tuple[ModelConfig, Layout]] = {
     "recompute=mlp, sequence parallel": (LLAMA, Layout(tp=2, sp=True, recompute="mlp")),
     "recompute=mlp, experts": (EXPERTS, Layout(recompute="mlp")),
     "recompute=mlp, split backward pass": (LLAMA, Layout(pp=2, schedule="zb_h1", recompute="mlp")),
+    "recompute=products, split backward pass": (LLAMA, Layout(pp=2, schedule="zb_h1", recompute="products")),
+    "recompute=products, tensor parallel": (LLAMA, Layout(tp=2, recompute="products")),
+    "recompute=products, expert parallel": (EXPERTS, Layout(dp_shard=2, ep=2, recompute="products")),
+    "recompute=products, offload": (LLAMA, Layout(offload="activations", recompute="products")),
     "tiles": (LLAMA, Layout(dp_shard=2, zero=3, tiles=2)),
     "1f1b": (LLAMA, Layout(pp=2, schedule="1f1b")),
     "fp8": (LLAMA, Layout()),
@@ -337,3 +342,43 @@ WHOLE = ("plain", "Llama, recompute=full", "Llama, LoRA", "ZeRO-1", "Llama, FSDP
 def kinds(model: ModelConfig) -> set[tuple[object, int]]:
     """Returns the kinds of the model's blocks, with their windows."""
     return {(kind, model.window_of(layer)) for layer, kind in enumerate(block_kinds(model))}
+
+
+# With recompute=products and mlp a compiled block saves what a plain one does.
+
+
+def saved_bytes(_: Ranks, model: ModelConfig, mode: Mode, compiled: bool) -> int:
+    """Returns the bytes that a forward pass saves for its backward pass, without parameters."""
+    with torch.device("meta"):
+        made = Transformer(model, VOCABULARY).double()
+    train = Train(compile=compiled, cpu_linear="mkl", precision="fp64")
+    with mock.patch("torch.compile", partial(torch.compile, backend="aot_eager_decomp_partition")):
+        job = Job(model=model, layout=Layout(recompute=mode), train=train)
+        replica = apply(made, job, alone(), torch.device("cpu"))
+    weights = {weight.untyped_storage().data_ptr() for weight in replica.objective.parameters()}
+    found: dict[int, Tensor] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        if (place := tensor.untyped_storage().data_ptr()) not in weights:
+            found[place] = tensor  # which stays, so that no other tensor takes its place
+        return tensor
+
+    tokens = torch.arange(2 * SEQ_LEN).reshape(2, -1) % VOCABULARY
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        replica.forward_backward(MicroTensors(tokens, tokens, None), 1.0, last=True)
+    return sum(tensor.untyped_storage().nbytes() for tensor in found.values())
+
+
+@pytest.mark.parametrize(
+    ("family", "mode"),
+    [("Llama", "products")]
+    + [(family, "products") for family in ("GPT", "OLMo", "experts") if ALL]
+    + [(family, "mlp") for family in ("Llama", "experts") if ALL],
+)
+def test_compiled_blocks_save_what_plain_ones_do(ranks, family, mode):
+    """Between two compiled graphs a tensor per block stays: a norm's output that a layer beside them reads."""
+    model = FAMILIES[family]
+    compiled, plain = (ranks(saved_bytes, 1, model, mode, on, timeout=200)[0] for on in (True, False))
+    most = model.n_layers * 2 * SEQ_LEN * model.d_model * 8
+    assert 0 <= compiled - plain <= most * (mode == "mlp" or family == "experts")
+    assert compiled < 0.8 * ranks(saved_bytes, 1, model, "none", False)[0]

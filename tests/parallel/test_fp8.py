@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from parallel.test_compiled import FAMILIES
 from phalanx.blocks.parameters import is_narrow
@@ -41,7 +42,7 @@ from phalanx.parallel.linear import (
     use_onednn,
     use_scaled,
 )
-from phalanx.parallel.scaled import ScaledGrouped, ScaledProduct, padded, rounded, tiles
+from phalanx.parallel.scaled import ScaledGrouped, ScaledProduct, padded, rounded, rounded_by_expert, tiles
 from phalanx.train.step import StepInputs, Stepper
 
 # Products in 8 bits: how near they come, that they reach torch's kernel in the layout that it takes, and the training
@@ -284,6 +285,22 @@ def test_rows_are_padded_to_16_of_each_expert_without_those_of_nobody():
     assert len(rows) == 112, "room for 15 more of each"
     found = [int(row) for row in rows.flatten()]
     assert found == [*range(1, 6), *[0] * 11, *range(6, 21), 0, *range(21, 38), *[0] * 15, *[0] * 48]
+
+
+def test_no_tensor_in_fp32_is_as_large_as_the_rows():
+    """In eager mode three of them, with a scale of its own for each number, were a fifth of a rank's peak memory."""
+    sizes = list[int]()
+
+    class Results(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            result = func(*args, **(kwargs or {}))
+            sizes.append(result.nbytes)
+            return result
+
+    rows = torch.randn(160, 64, dtype=torch.bfloat16)
+    with Results():
+        rounded_by_expert(rows, torch.tensor([80, 160], dtype=torch.int32), torch.float8_e4m3fn, "rowwise")
+    assert max(sizes) == (160 + 2 * 16) * 64 * 2, "padded"
 
 
 @pytest.mark.parametrize("given", [True, False])

@@ -283,6 +283,13 @@ def test_the_job_s_own_asynchronous_layout_is_skipped_and_the_others_are_compare
     assert "tp=2" in lines(selection)
 
 
+def test_what_is_legal_follows_from_the_precision_of_the_comparison():
+    gathered = "dp_shard=2,quantise_weights=fp8"
+    assert lines(select(JOB, lines=[gathered], precision="fp8")) == [gathered]
+    with pytest.raises(JobError, match="precision is bf16"):
+        select(JOB, lines=[gathered], precision="bf16")
+
+
 def test_one_illegal_layout_does_not_stop_the_others():
     selection = select(JOB, lines=["tp=3", "nonsense=1", "tp=2", "layout=auto"])
     assert lines(selection) == ["tp=2"]

@@ -12,7 +12,7 @@ import stat
 import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from torch.utils._triton import has_triton
 
 from phalanx.blocks.kinds import block_kinds
 from phalanx.config.calibration import processor
-from phalanx.model.layers import Run, prepare_compiler, run
+from phalanx.model.layers import Run, RunCheap, prepare_compiler, run
 from phalanx.model.moe import MixtureOfExperts
 from phalanx.model.transformer import Block, Transformer
 
@@ -51,16 +51,22 @@ def compile_blocks(model: Transformer, *, exchanged: bool = False) -> int:
         assert isinstance(block, Block), "nothing wraps blocks before this"
         block.run = CompiledRun(block.run, torch.compile(_compute))
     if exchanged:
-        import torch.fx.experimental._config as shapes
-
-        shapes.use_duck_shape = False  # rows that happen to be as many as columns would hold a graph to that
         for module in model.modules():
             if isinstance(module, MixtureOfExperts):
                 for mlp in (module.experts, module.shared):
-                    if mlp is not None:
-                        mlp.run_cheap = torch.compile(run, dynamic=True)  # the numbers of rows change
+                    if mlp is not None and "run_cheap" not in vars(mlp):
+                        mlp.run_cheap = fused()
     model.embed_tokens, model.normed = torch.compile(model.embed_tokens), torch.compile(model.normed)
     return kinds
+
+
+@cache
+def fused() -> RunCheap:
+    """Returns `run`, compiled for any number of rows, also for as many as there are columns."""
+    import torch.fx.experimental._config as shapes  # with torch._dynamo, two seconds
+
+    shapes.use_duck_shape = False  # sizes that happen to be equal stay two
+    return torch.compile(run, dynamic=True)
 
 
 @dataclass(frozen=True)

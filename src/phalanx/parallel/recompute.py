@@ -15,7 +15,8 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
+from types import MethodType
 from typing import Any, NamedTuple
 
 import torch
@@ -29,8 +30,9 @@ from phalanx.blocks.operator import Place
 from phalanx.config.layout import Layout
 from phalanx.model.attention import CoreAttention
 from phalanx.model.layers import MLP, uncompiled
-from phalanx.model.moe import Experts
+from phalanx.model.moe import Experts, MixtureOfExperts
 from phalanx.model.transformer import Block, Transformer
+from phalanx.parallel.compiled import fused
 from phalanx.partition.derived import recompute_of, splits_backward
 
 NORMS = nn.RMSNorm, nn.LayerNorm
@@ -38,8 +40,7 @@ NORMS = nn.RMSNorm, nn.LayerNorm
 
 def recompute(model: Transformer, layout: Layout, *, compiled: bool = False) -> int:
     """Makes each block of `model`, its attention core, or its norms and activations recompute if the layout says so for
-    its layer. Returns the number of blocks, or of cores. In a `compiled` block with products the compiler chooses what
-    it repeats."""
+    its layer. Returns the number of blocks, or of cores. `compiled`: blocks are to be compiled."""
     modules: list[Block | CoreAttention] = []
     kept = 0
     for layer, block in model.blocks.items():
@@ -51,12 +52,14 @@ def recompute(model: Transformer, layout: Layout, *, compiled: bool = False) -> 
             modules += [module for module in block.modules() if isinstance(module, CoreAttention)]
         elif mode in ("products", "mlp"):
             kept += 1
-            if not compiled:
-                _keep_products(block)
+            _keep_products(block, compiled)
             if mode == "mlp" and repeats_mlp(Place(model.config, sp=layout.sp)):
                 # A graph that ends within, at a collective or a gradient that is put off, cannot be traced as repeated.
                 whole = layout.tp == 1 and not splits_backward(layout)
-                _repeat_hidden(block, run_cheap if not compiled else run_traced if whole else run_again)
+                dense, experts = (run_traced if whole else run_again, run_beside) if compiled else (run_cheap,) * 2
+                for module in block.modules():
+                    if isinstance(module, (MLP, Experts)):
+                        vars(module)["run_hidden"] = experts if isinstance(module, Experts) else dense
     for module in modules:
         module.run = run_again
     return len(modules) + kept
@@ -73,21 +76,32 @@ def run_again(compute: Callable[..., Tensor], *inputs: Any) -> Tensor:
     return run_traced(compute, *inputs)
 
 
-def _repeat_hidden(block: Block, run: Callable[..., Tensor]) -> None:
-    """Makes a block repeat by `run` what stands before the last matrices of its MLP and experts."""
-    for module in block.modules():
-        if isinstance(module, (MLP, Experts)):
-            vars(module)["run_hidden"] = run
-
-
-def _keep_products(block: Block) -> None:
-    """Makes a block repeat its norms, its activations and what else it runs through `run_cheap`."""
-    block.run = run_keeping_products
-    for module in block.modules():
+def _keep_products(block: Block, compiled: bool) -> None:
+    """Makes a block repeat its norms, its activations and what else it calls through `run_cheap`: as parts of compiled
+    graphs, or beside these, as rows of experts."""
+    inside, beside, activation = (run_traced, run_beside, _run_fused()) if compiled else (run_cheap,) * 3
+    modules = [*block.modules()]
+    if not compiled or any(isinstance(module, Experts) for module in modules):
+        block.run = run_keeping_products
+    for module in modules:
         if isinstance(module, NORMS):
-            vars(module)["forward"] = partial(run_cheap, module.forward)
+            vars(module)["forward"] = MethodType(_normed(inside), module)
         elif hasattr(module, "run_cheap"):
-            vars(module)["run_cheap"] = run_cheap
+            experts = beside if isinstance(module, MixtureOfExperts) else activation
+            vars(module)["run_cheap"] = experts if isinstance(module, (Experts, MixtureOfExperts)) else inside
+
+
+@cache
+def _run_fused() -> Callable[..., Any]:
+    """Returns `run_beside` for elementwise operations, which become one kernel."""
+    compiled = fused()
+    return uncompiled(lambda compute, *inputs: run_cheap(partial(compiled, compute), *inputs))
+
+
+@cache
+def _normed(run: Callable[..., Any]) -> Callable[[nn.Module, Tensor], Tensor]:
+    """Returns the forward pass of norms, by `run`: one function, so that compiled blocks share a graph."""
+    return lambda norm, x: run(partial(type(norm).forward, norm), x)
 
 
 def run_keeping_products(compute: Callable[..., Tensor], *inputs: Any) -> Tensor:
@@ -114,6 +128,10 @@ def run_cheap(compute: Callable[..., Any], *inputs: Any) -> Any:
     for number, result in enumerate(_tensors(results)):
         products.add(repeated, number, result)
     return results
+
+
+run_beside = uncompiled(run_cheap)
+"""As `run_cheap`, outside of what is compiled."""
 
 
 class _Running(threading.local):

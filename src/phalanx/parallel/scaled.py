@@ -70,9 +70,10 @@ def rounded_by_expert(
     of_groups = factor.unflatten(0, (-1, _GROUP)).abs().amax(1)
     largest = factor.new_zeros(len(ends), factor.shape[1])
     largest = largest.scatter_reduce(0, expert.expand_as(of_groups), of_groups, "amax")
-    of_rows = largest.index_select(0, expert.squeeze(1)).repeat_interleave(_GROUP, 0)
-    narrow, _ = _scaled(factor.t(), of_rows.t(), format)
-    return narrow, 1 / _scale(largest, format), new_ends
+    scale = _scale(largest, format)
+    of_groups = scale.to(factor.dtype).index_select(0, expert.squeeze(1)).unsqueeze(1)
+    narrow = (factor.unflatten(0, (-1, _GROUP)) * of_groups).flatten(0, 1).t()
+    return narrow.to(format, memory_format=torch.contiguous_format), 1 / scale, new_ends
 
 
 def padded(factor: Tensor, ends: Tensor) -> tuple[Tensor, Tensor]:

@@ -397,6 +397,8 @@ def select(
     selected, too. A named layout that cannot be compared does not stop the others. Raises JobError with every problem
     if none of the named layouts can be compared.
     """
+    if precision:  # what is legal for a layout depends on it
+        job = replace(job, train=replace(job.train, precision=precision))
     selection, problems = Selection(compared_job(job, as_is, max_ranks, precision), as_is, values), list[str]()
     for line in lines:
         try:
