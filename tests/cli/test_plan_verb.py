@@ -13,6 +13,7 @@ from xml.etree import ElementTree
 
 import pytest
 
+from phalanx.cli import auto_layout
 from phalanx.cli import files as png
 from phalanx.cli.files import write
 from phalanx.cli.main import main
@@ -135,6 +136,16 @@ def test_refusals(words, said, capsys):
     message = capsys.readouterr().err
     assert said in message
     assert "Traceback" not in message
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [(["--framework", "other"], "'other' is not known"), ([], "model.vocab_size is 0"), (["--mesh", "2"], "--graph")],
+)
+def test_what_is_wrong_is_said_before_this_machine_is_measured(words, said, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(auto_layout, "_measure_what_is_missing", lambda *_: pytest.fail("measured"))
+    assert main(["plan", f"data.dir={tmp_path}", *words]) == 2
+    assert said in capsys.readouterr().err
 
 
 def test_states_are_chosen_only_where_that_is_allowed(capsys):

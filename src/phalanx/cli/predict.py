@@ -62,13 +62,22 @@ from phalanx.validation import table
 if TYPE_CHECKING:
     from phalanx.plan.space import PlanRequest
 
+
+def _known_framework(name: str) -> str:
+    if name not in FRAMEWORKS:
+        raise ValueError(f"{name!r} is not known{did_you_mean(name, FRAMEWORKS)} (known: {', '.join(FRAMEWORKS)})")
+    return name
+
+
 OPTIONS = {
     "products": Option(
         "number format of the matrix products in blocks; job: that of train.precision",
         "job",
         Literal["job", "bf16", "fp8", "fp4"],
     ),
-    "framework": Option(f"predict another training framework: {', '.join(FRAMEWORKS)}", "phalanx"),
+    "framework": Option(
+        f"predict another training framework: {', '.join(FRAMEWORKS)}", PHALANX.name, read=_known_framework
+    ),
 }
 TOKENS = Option(
     "print what a run of so many tokens costs, such as 15T or 300B: device hours, and price, kWh and kg CO2 where "
@@ -105,7 +114,7 @@ def _show(
 
 def asked(about: Asked, words: Words, job: Job) -> Asked:
     """Returns the spec or request of a job with the documents of its data, and with the changes of the options, or of
-    the file of --from. Raises JobError for an unknown framework."""
+    the file of --from."""
     options = words.options
     if about.documents is not None and not about.documents.lengths:
         from phalanx.data.mixture import documents_of  # here, because only such jobs wait for it
@@ -115,10 +124,6 @@ def asked(about: Asked, words: Words, job: Job) -> Asked:
         about = replace(about, **foreign.changes(about, words.theirs))
         return about if options["products"] == "job" else replace(about, products=options["products"])
     name, products = options["framework"], options["products"]
-    if name not in FRAMEWORKS:
-        raise JobError(
-            f"--framework: {name!r} is not known{did_you_mean(name, FRAMEWORKS)} (known: {', '.join(FRAMEWORKS)})"
-        )
     framework = calibrated(name, about.cluster.accelerator) if name != PHALANX.name else about.framework
     return replace(about, framework=framework, products=about.products if products == "job" else products)
 
@@ -410,22 +415,23 @@ PLAN = job_verb(
 
 @PLAN.runs
 def run_plan(words: Words) -> int:
-    files = OutputFiles.of(words, "html", "svg")
+    files, checks, vocab = OutputFiles.of(words, "html", "svg"), "check" in words.switches, 0
+    if not words.options["graph"]:
+        if unused := words.stated & {*GRAPH}:
+            raise JobError([f"{flag_of(name)} belongs to --graph, which is not given" for name in sorted(unused)])
+        if checks and (words.theirs is not None or not words.stated.isdisjoint(OPTIONS)):
+            raise JobError("--check rehearses Phalanx's own program: leave out --from, --framework and --products")
+        vocab = vocabulary_size(words.job)
     loaded = on_known_devices(words.loaded, measures=True)
     cluster = loaded.job.cluster
     if words.options["graph"]:
         return plan_graph(words, cluster, files)
-    if unused := words.stated & {*GRAPH}:
-        raise JobError([f"{flag_of(name)} belongs to --graph, which is not given" for name in sorted(unused)])
     check_calibration(cluster, cluster.devices)
     fixed = {name: getattr(loaded.job.layout, name) for name in fixed_of(loaded)}
-    request = plan_request(_with_batch(loaded.job, words.before), vocabulary_size(loaded.job), fixed)
+    request = plan_request(_with_batch(loaded.job, words.before), vocab, fixed)
     request = asked(replace(request, worlds=worlds_of(loaded.job)), words, loaded.job)
     if "exotic" in words.switches:
         request = replace(request, band=EQUAL)
-    checks = "check" in words.switches
-    if checks and (words.theirs is not None or not words.stated.isdisjoint(OPTIONS)):
-        raise JobError("--check rehearses Phalanx's own program: leave out --from, --framework and --products")
     layout = loaded.job.layout
     if fixed and not layout.auto:
         told = f"fixed: the whole layout, {layout.line()}; the planner chooses at most the batch"
