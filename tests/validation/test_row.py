@@ -14,7 +14,7 @@ from phalanx.axes.catalogue import context_problems
 from phalanx.config.cluster import Accelerator
 from phalanx.config.clusters import ACCELERATORS
 from phalanx.config.job import Job
-from phalanx.cost.frameworks import FRAMEWORKS, calibrated, fits, sustained
+from phalanx.cost.frameworks import FRAMEWORKS, PHALANX, calibrated, fits, sustained
 from phalanx.cost.intervals import time_factors
 from phalanx.errors import JobError
 from phalanx.validation.row import UNEVEN, key_of, read, remark, shapes
@@ -365,6 +365,7 @@ def test_a_host_without_rows_launches_as_the_median_of_those_with_some() -> None
     device = read(ROW).spec.cluster.accelerator
     assert calibrated("megatron", device).kernel_us == pytest.approx(44.7, abs=2), "MLPerf's and vTrain's agree"
     assert calibrated("maxtext", device).kernel_us == 0, "a step is one program"
+    assert calibrated("megatron", device).across_sockets == PHALANX.across_sockets == 1.21, "the only fitted value"
     assert not calibrated("mlperf", device).fitted, "its host was, not its time on the device"
 
 
@@ -390,6 +391,8 @@ def test_a_source_that_is_left_out_fits_nothing() -> None:
     assert (fitted.slowdown, fitted.kernel_us) == pytest.approx((0.983, 42.9), rel=0.01)
     assert left_out.slowdown > 1.05
     assert left_out.kernel_us == next(line.value for line in fits() if line.programs.startswith("mlperf"))
+    assert fitted.across_sockets > 1.1
+    assert left_out.across_sockets == 1
     assert calibrated("vtrain", device, without="torchtitan") == fitted
 
 
