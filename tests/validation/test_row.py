@@ -131,7 +131,6 @@ def test_part_of_a_node_is_no_more_than_that():
         ("V100", "bf16", "fp16"),
         ("V100", "", "fp16"),
         ("A100", "amp_bf16", "bf16"),
-        ("A100", "TF32", "fp32"),
     ],
 )
 def test_precision(gpu, precision, products):
@@ -578,3 +577,20 @@ def test_an_unknown_program_has_the_usual_figures_of_experts() -> None:
     device = read(row(gpu="H100")).spec.cluster.accelerator
     assert calibrated("megatron", device).moe_host_ms > 5
     assert calibrated("megatron", device).moe_slowdown > 1
+
+
+@pytest.mark.parametrize(
+    ("cells", "said"),
+    [
+        ({"gpu": "H1000"}, "gpu: 'H1000' is not a known device"),
+        ({"gpu": "RTX 4090 D"}, "gpu: 'RTX 4090 D' is not a known device; did you mean rtx-4090?"),
+        ({"gpu": "H200 NVL"}, "gpu: 'H200 NVL' is not a known device"),
+        ({"precision": "int8"}, "precision: 'int8' is unknown"),
+        ({"precision": "tf32"}, "precision: 'tf32' is unknown"),
+        ({"network": "400 Gb"}, "network: '400 Gb' is not understood; such as 4 x 100 Gb per node"),
+        ({"ep": "8"}, "ep: 8, but the model has no experts"),
+        ({"zero_stage": "13"}, "zero_stage: expected 0, 1, 2 or 3, found '13'"),
+    ],
+)
+def test_what_only_resembles_a_known_value_is_refused(cells: dict[str, str], said: str) -> None:
+    assert said in problems(**cells)
