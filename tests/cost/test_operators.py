@@ -17,8 +17,11 @@ from phalanx.blocks.parameters import (
     train_flops_per_step,
 )
 from phalanx.blocks.residual import head
+from phalanx.config.clusters import ACCELERATORS
 from phalanx.config.layout import Layout
 from phalanx.config.presets import PRESETS
+from phalanx.cost.frameworks import FRAMEWORKS
+from phalanx.cost.kernels import operator_seconds
 from phalanx.cost.prediction import hardware_flops_per_step
 
 
@@ -61,3 +64,16 @@ def test_hardware_flops_count_what_is_computed_twice() -> None:
     tokens, h, s, layers, vocab = 8 * 2048, 12288, 2048, 96, 50257
     assert full == pytest.approx(96 * tokens * layers * h**2 * (1 + s / (6 * h)) + 6 * tokens * h * vocab)
     assert plain < selective < 1.03 * plain < full
+
+
+@pytest.mark.parametrize(("sequences", "kernels"), [(1, 4), (2, 0)])
+def test_megatrons_softmax_is_fused_for_multiples_of_four_heads(sequences: int, kernels: int) -> None:
+    """Two heads per rank: one sequence has two, two sequences have four (FusedScaleMaskSoftmax.is_kernel_available)."""
+    model, device, megatron = PRESETS["gpt3-175b"], ACCELERATORS["a100-80gb"], FRAMEWORKS["megatron-2021"]
+    here = place_of(model, Layout(tp=48), sequences)
+    every, fused = (
+        operator_seconds(device, block(here, block_kinds(model)[0]), framework, "bf16", 48)
+        for framework in (megatron, replace(megatron, softmax_heads=1))
+    )
+    assert every.host_forward - fused.host_forward == pytest.approx(kernels * megatron.kernel_us * 1e-6)
+    assert (every.forward > fused.forward) == (every.backward > fused.backward) == bool(kernels)

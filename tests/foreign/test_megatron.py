@@ -249,3 +249,8 @@ def test_tables_name_fields_and_their_sources(table):
 
 def test_framework_names_are_known(tmp_path):
     assert script(tmp_path).framework in FRAMEWORKS
+
+
+def test_more_tokens_than_positions_are_refused_as_megatron_refuses_them(tmp_path):
+    with pytest.raises(JobError, match="1,024 positions for sequences of 2,048 tokens.*nearest: 2048"):
+        script(tmp_path, "--max-position-embeddings 1024")

@@ -428,6 +428,22 @@ def test_what_is_not_understood_is_listed(tmp_path):
         ("a.yaml", "base_model: x\nsequence_len: 1\nb: " + "[" * 500, "nested"),
         ("a.yaml", "a: &a [1, 2, 3]\n" + "".join(f"b{n}: [*a, {{c: *a}}]\n" for n in range(9)), "known kind"),
         ("a.yaml", AXOLOTL + "x: " + "y" * 2**20, "larger than"),
+        ("config.json", '{"model_type": "llama", "architectures": ["X"], "hidden_size": 8}', "take it as model=hf:"),
+        (
+            "a.yaml",
+            ACCELERATE + "mixed_precision: fp16\nnum_machines: 1\n",
+            "mixed_precision is set again .first",
+        ),
+        (
+            "a.json",
+            '{"zero_optimization": {"stage": 3,\n"stage": 1}}',
+            ":2 zero_optimization.stage is set again",
+        ),
+        (
+            "a.json",
+            '{"train_batch_size": 8, "bf16": {"enabled": true}, "fp16": {"enabled": true}}',
+            "bf16.enabled and fp16.enabled exclude each other",
+        ),
     ],
 )
 def test_bad_files(tmp_path, name, text, said):

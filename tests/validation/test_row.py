@@ -14,7 +14,7 @@ from phalanx.axes.catalogue import context_problems
 from phalanx.config.cluster import Accelerator
 from phalanx.config.clusters import ACCELERATORS
 from phalanx.config.job import Job
-from phalanx.cost.frameworks import FRAMEWORKS, calibrated, fits, sustained
+from phalanx.cost.frameworks import FRAMEWORKS, PHALANX, calibrated, fits, sustained
 from phalanx.cost.intervals import time_factors
 from phalanx.errors import JobError
 from phalanx.validation.row import UNEVEN, key_of, read, remark, shapes
@@ -131,7 +131,6 @@ def test_part_of_a_node_is_no_more_than_that():
         ("V100", "bf16", "fp16"),
         ("V100", "", "fp16"),
         ("A100", "amp_bf16", "bf16"),
-        ("A100", "TF32", "fp32"),
     ],
 )
 def test_precision(gpu, precision, products):
@@ -365,6 +364,7 @@ def test_a_host_without_rows_launches_as_the_median_of_those_with_some() -> None
     device = read(ROW).spec.cluster.accelerator
     assert calibrated("megatron", device).kernel_us == pytest.approx(44.7, abs=2), "MLPerf's and vTrain's agree"
     assert calibrated("maxtext", device).kernel_us == 0, "a step is one program"
+    assert calibrated("megatron", device).across_sockets == PHALANX.across_sockets == 1.21, "the only fitted value"
     assert not calibrated("mlperf", device).fitted, "its host was, not its time on the device"
 
 
@@ -390,6 +390,8 @@ def test_a_source_that_is_left_out_fits_nothing() -> None:
     assert (fitted.slowdown, fitted.kernel_us) == pytest.approx((0.983, 42.9), rel=0.01)
     assert left_out.slowdown > 1.05
     assert left_out.kernel_us == next(line.value for line in fits() if line.programs.startswith("mlperf"))
+    assert fitted.across_sockets > 1.1
+    assert left_out.across_sockets == 1
     assert calibrated("vtrain", device, without="torchtitan") == fitted
 
 
@@ -575,3 +577,20 @@ def test_an_unknown_program_has_the_usual_figures_of_experts() -> None:
     device = read(row(gpu="H100")).spec.cluster.accelerator
     assert calibrated("megatron", device).moe_host_ms > 5
     assert calibrated("megatron", device).moe_slowdown > 1
+
+
+@pytest.mark.parametrize(
+    ("cells", "said"),
+    [
+        ({"gpu": "H1000"}, "gpu: 'H1000' is not a known device"),
+        ({"gpu": "RTX 4090 D"}, "gpu: 'RTX 4090 D' is not a known device; did you mean rtx-4090?"),
+        ({"gpu": "H200 NVL"}, "gpu: 'H200 NVL' is not a known device"),
+        ({"precision": "int8"}, "precision: 'int8' is unknown"),
+        ({"precision": "tf32"}, "precision: 'tf32' is unknown"),
+        ({"network": "400 Gb"}, "network: '400 Gb' is not understood; such as 4 x 100 Gb per node"),
+        ({"ep": "8"}, "ep: 8, but the model has no experts"),
+        ({"zero_stage": "13"}, "zero_stage: expected 0, 1, 2 or 3, found '13'"),
+    ],
+)
+def test_what_only_resembles_a_known_value_is_refused(cells: dict[str, str], said: str) -> None:
+    assert said in problems(**cells)

@@ -18,6 +18,7 @@ from phalanx.validation.row import read
 
 HEAD = "row_id,model_name,gpu,n_gpus,tp,dp,global_batch_seqs,micro_batch,our_note\n"
 GOOD = "a-1,llama3-8b,H100,8,1,8,16,1,kept as it is\n"
+BAD = "a-2,llama3-8b,H1000,8,1,8,16,1,no such device\n"
 
 
 def written(text: str | bytes, **options) -> tuple[list[dict[str, str]], table.Summary]:
@@ -251,6 +252,14 @@ def test_what_of_notes_and_columns_is_not_read_is_said_once(tmp_path: Path, caps
     assert table.run(str(path), str(tmp_path / "out.csv"), as_json=True) == 0
     figures = json.loads(capsys.readouterr().out)
     assert (figures["unread"], figures["noted"], figures["ignored"]) == (["our_note", "colour"], 2, {"tuned": 2})
+
+
+@pytest.mark.parametrize(("rows", "code"), [("", 0), (GOOD, 0), (BAD, 2), (GOOD + BAD, 0), (BAD + BAD, 2)])
+def test_a_table_of_which_every_row_is_refused_fails_like_a_job(tmp_path: Path, rows: str, code: int):
+    path, out = tmp_path / "t.csv", tmp_path / "out.csv"
+    path.write_text(HEAD + rows)
+    assert table.run(str(path), str(out)) == code
+    assert len(out.read_text().splitlines()) == 1 + rows.count("\n"), "the table is written, with the reasons"
 
 
 def test_summary_says_what_became_of_the_rows():

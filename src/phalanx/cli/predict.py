@@ -167,7 +167,7 @@ VERB = job_verb(
         "table": Option("predict every row of a CSV file of configurations instead of one job", value="FILE"),
         "out": Option("with --table: the CSV file to write (default: standard output)", value="FILE"),
     },
-    exits={3: "the job does not fit in memory"},
+    exits={2: "the job, or every row of --table, is refused, or bad usage", 3: "the job does not fit in memory"},
     auto="measure",
 )
 

@@ -1,8 +1,8 @@
 """Known training frameworks by name, with the constants of time and memory that depend on them.
 
-Values that stand in a framework's code or paper are taken from there. Five are fitted to published rows, never
-more than eight of them (calibration.yaml): `slowdown`, `kernel_us`, `moe_slowdown`, `moe_host_ms` and
-`recurrent_slowdown`.
+Values that stand in a framework's code or paper are taken from there. Six are fitted to published rows, never
+more than eight of them (calibration.yaml): `slowdown`, `kernel_us`, `across_sockets`, `moe_slowdown`, `moe_host_ms`
+and `recurrent_slowdown`.
 """
 
 from __future__ import annotations
@@ -116,6 +116,8 @@ def as_recipe(framework: Framework, recipe: Mapping[str, Any]) -> Framework:
     )
 
 
+HOSTS = ("kernel_us", "across_sockets")
+"""Fields of which every program without rows has the median of the others' values."""
 UNFITTED = ("megatron", "automodel", "internlm", "kempnerforge")
 """Programs that no row was fitted to."""
 
@@ -137,9 +139,9 @@ def recalibrated(framework: Framework, device: Accelerator, without: str = "") -
     own = [line for line in fits() if line.is_of(framework.name, device.name)]
     values: dict[str, Any] = {}
     every = {line.field for line in (fits() if framework.name in UNFITTED else own)} - {"sustained"}
-    for field in every | {"slowdown", "kernel_us"}:
+    for field in every | {"slowdown", *HOSTS}:
         others = [line.value for line in fits() if line.field == field and line.source != without]
-        known = field == "kernel_us" or framework.name in UNFITTED or any(line.field == field for line in own)
+        known = field in HOSTS or framework.name in UNFITTED or any(line.field == field for line in own)
         usual = 1.0 if field == "slowdown" else getattr(FRAMEWORKS[framework.name], field)
         values[field] = median(others) if known and others else usual
     fitted = {line.field: line.value for line in own if line.source != without}

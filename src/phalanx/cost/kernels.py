@@ -54,6 +54,10 @@ written for, by kernel: FlashAttention (Dao et al. 2022), FlashAttention-2 (Dao 
 0.63 of the peak of an A100), FlashAttention-3 and cuDNN 9 in clusters (Shah et al. 2024, figures 5 and 6: at most 640
 and 550 TFLOP/s of an H100), and cuDNN 9 as torch 2.11 calls it on one device: both passes together 533 TFLOP/s alone,
 470 and 500 in steps with heads of 128, 321 with heads of 64 (one H200, tests/cost/one_device.yaml)."""
+EAGER_SOFTMAX = 13.5, 4
+"""Passes over the scores in 16 bits, and kernels, that a softmax in eager mode has more than a fused one: a copy in
+fp32, its scale, its mask, the softmax, and a copy in 16 bits move 31 bytes per score instead of 4 (Megatron-LM,
+fused_softmax.py: forward_torch_softmax)."""
 FLASH_NARROW = 1.4
 """Rate of fused attention with 8-bit products over that in 16 bits: the softmax between them stays (Shah et al. 2024,
 figure 7: heads of 128, causal)."""
@@ -340,6 +344,8 @@ def _attention(
     forward += product_seconds(device, kind, queries, core.head, keys, heads)
     backward = 2 * forward
     pairs = max(2, PRODUCT_BYTES[products]) * heads * queries * keys
-    forward += stream_seconds(device, framework.softmax_passes * pairs, 4)
-    backward += stream_seconds(device, framework.softmax_passes * pairs, 4)
-    return steps * forward, steps * backward, 8 * ceil(steps)
+    eager = heads % framework.softmax_heads > 0
+    passes, launches = framework.softmax_passes + EAGER_SOFTMAX[0] * eager, 4 + EAGER_SOFTMAX[1] * eager
+    forward += stream_seconds(device, passes * pairs, launches)
+    backward += stream_seconds(device, passes * pairs, launches)
+    return steps * forward, steps * backward, (4 + launches) * ceil(steps)

@@ -88,9 +88,8 @@ HOST_OPS = {"tp": 35, "sp": 110, "ring": 80, "ulysses": 45, "ep": 35, "shard": 9
 attention of its blocks and their merging; shard: FSDP's hooks). They are exposed only on a CPU: the processor time of
 two processes over that of data parallelism alone, in times of launching an operation."""
 
-SOCKET_DEVICES, ACROSS_SOCKETS = 4, 1.25
-"""Devices of one processor of a node, and the time in which the hosts of more tensor ranks launch kernels, which wait
-for the slowest of them in each block: all 40 rows of vTrain's single nodes with tp = 8 took longer than its others."""
+SOCKET_DEVICES = 4
+"""Devices of one processor of a node; the hosts of more tensor ranks launch kernels more slowly (across_sockets)."""
 
 
 @dataclass(frozen=True)
@@ -280,7 +279,7 @@ def half_times(spec: StepSpec, kind: BlockKind, half: Half, modes: Sequence[Mode
     if "mlp" in by_mode:
         by_mode["mlp"] = _with_repeated(seconds, [each for each in work if each.repeated], spec, slowdown)
     if layout.tp > SOCKET_DEVICES:
-        by_mode = {mode: each.launched(ACROSS_SOCKETS) for mode, each in by_mode.items()}
+        by_mode = {mode: each.launched(framework.across_sockets) for mode, each in by_mode.items()}
     return [
         _half_time(spec, by_mode[mode], messages, mode, handling, starts)
         for mode, messages in zip(modes, every, strict=True)

@@ -53,6 +53,9 @@ class Framework(Hashed):
     """The same of final norm, head and loss; 0: `passes`."""
     kernel_us: float = 6.0
     """Microseconds in which the host launches a kernel; shorter kernels are launch-bound."""
+    across_sockets: float = 1.0
+    """Factor on the host's launches where tensor ranks have hosts on both processors of a node, and each block waits
+    for the slowest of them. Calibrated."""
     reads_sizes: bool = False
     """Whether the host reads a micro-batch's sizes from the device and so waits until all that it launched is done
     (Megatron-LM's broadcast_data): at the ends of the model it has launched nothing ahead."""
@@ -71,6 +74,10 @@ class Framework(Hashed):
     that predict further tokens."""
     narrow_unit: int = 16
     """fp8, fp4: of which the sizes of a matrix are multiples, if it is multiplied so."""
+    softmax_heads: int = 1
+    """attention=unfused: of which the heads of a rank's micro-batch are a multiple if scaling, mask and softmax are one
+    kernel; otherwise they are five, in fp32 (Megatron-LM's FusedScaleMaskSoftmax.is_kernel_available: 4, because a
+    block of its kernel has four warps)."""
     tp_hidden: float = 0.0
     """Share of tensor-parallel traffic that overlaps with matrix products (user buffers, AsyncTP)."""
     gathers_each: bool = False

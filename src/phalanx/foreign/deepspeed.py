@@ -49,6 +49,8 @@ def _precision(fields: Fields) -> None:
     half, cast = fields.on("fp16.enabled"), fields.on("torch_autocast.enabled")
     kind = fields.take("torch_autocast.dtype", str, "torch.bfloat16")
     auto = any(name in fields.stated and fields.stated[name].value is None for name in ("bf16.enabled", "fp16.enabled"))
+    if narrow and half:
+        fields.problems.append(f"{fields.origin(narrow[0])} and fp16.enabled exclude each other: give one of them")
     if narrow or half:
         fields.set("train.precision", "bf16" if narrow else "fp16", narrow or "fp16.enabled")
     elif cast:

@@ -460,7 +460,8 @@ MOST_VALUES = 20_000
 
 def yaml_values(source: Source, node: yaml.Node | None = None, prefix: str = "") -> list[Stated]:
     """Returns every value of YAML or JSON, or of one node, with dotted names: a list of plain values is one value, and
-    of other lists each item is named by its place. Raises JobError if it is not valid or has too many values."""
+    of other lists each item is named by its place. Raises JobError if it is not valid, has a name twice, or too many
+    values."""
     node = source.root if node is None else node
     if node is None:
         raise JobError(yaml_file.parse(source.text, str(source.path))[1] or f"{source.path}: is empty")
@@ -474,6 +475,7 @@ def _walk(source: Source, node: yaml.Node, name: str, found: list[Stated]) -> No
         raise JobError(f"{source.path}: more than {MOST_VALUES:,} values")
     line = node.start_mark.line + 1
     if isinstance(node, yaml.MappingNode) and node.value:
+        _require_once(source, node, name)
         for key, value in sorted(node.value, key=lambda pair: pair[0].value != "<<"):  # what is merged comes first
             inner = f"{name}.{key.value}" if name else str(key.value)
             _walk(source, value, name if key.value == "<<" else inner, found)
@@ -485,6 +487,19 @@ def _walk(source: Source, node: yaml.Node, name: str, found: list[Stated]) -> No
     else:
         several = [plain_value(each) for each in node.value] if isinstance(node, yaml.SequenceNode) else {}
         found.append(Stated(name, several, line, source.text[node.start_mark.index : node.end_mark.index]))
+
+
+def _require_once(source: Source, node: yaml.MappingNode, name: str) -> None:
+    """Raises JobError for names that a mapping has twice: programs take the last, its writer may see the first."""
+    first, problems = dict[str, int](), list[str]()
+    for key, _ in node.value:
+        word, line = str(key.value), key.start_mark.line + 1
+        if word in first and word != "<<":
+            path = f"{name}.{word}" if name else word
+            problems.append(f"{source.path}:{line} {path} is set again (first on line {first[word]})")
+        first.setdefault(word, line)
+    if problems:
+        raise JobError(problems)
 
 
 def plain_value(node: yaml.ScalarNode) -> Any:

@@ -170,6 +170,12 @@ def finish(fields: Fields) -> None:
         fields.set("optimizer.weight_decay", 0.01, "weight_decay", how)
     if "position_embedding_type" not in fields.stated:
         fields.set("model.positions", "learned", "position_embedding_type", how)
+    positions, length = fields.take("max_position_embeddings", int, 0), fields.take("seq_length", int, 0)
+    if 0 < positions < length:
+        fields.problems.append(
+            f"{fields.origin('max_position_embeddings')}: {positions:,} positions for sequences of {length:,} tokens, "
+            f"which Megatron-LM refuses; nearest: {length}"
+        )
     core(fields)
     overlapped(fields, "overlap_grad_reduce" in fields.stated)
 

@@ -36,6 +36,8 @@ def read(path: Path, problems: list[str] | None = None) -> frame.ForeignJob:
     """Returns a file of another framework as a job. Nothing in it is executed. Raises JobError with every problem;
     those of single values are added to `problems` instead, if given."""
     source = _source(path)
+    if source.keys >= {"model_type", "architectures"}:
+        raise JobError(f"{path}: describes a model of Hugging Face, not a run; take it as model=hf:{path}")
     found = next((each for each in FORMATS if each.recognises(source)), None)
     if found is None and path.suffix == ".toml":
         try:

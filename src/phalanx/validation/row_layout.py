@@ -238,6 +238,8 @@ def as_set_up(layout: Layout, recipe: Mapping[str, Any], model: ModelConfig) -> 
     return layout
 
 
+_WHOLE = "(?:(?<=[0-9])(?![0-9])|(?<![0-9]))"
+"""The end of a pattern that does not end within a number: H100 is not in H1000."""
 _NETWORK = re.compile(r"(?:([0-9]{1,2}) ?[x×] ?)?([0-9]{2,4}) ?Gb(?:/s|ps|it)? (?:per node|RoCE|InfiniBand|Ethernet)")
 """What joins a node to others: 4 x 100 Gb per node. A capital B is memory."""
 USABLE_MEMORY = 0.99
@@ -258,8 +260,10 @@ def cluster_of_row(cells: Cells) -> Cluster | None:
     text, devices = cells.text("gpu").lower(), cells.whole("n_gpus")
     if not devices and not any(problem.startswith("n_gpus") for problem in cells.problems):
         cells.problem(f"n_gpus: is {cells.text('n_gpus') or 'blank'}, and nothing else says how many devices there are")
-    patterns = (name for pattern, name in sources()["devices"] if re.search(pattern, text))
-    machine = _named(text) or next(patterns, "") or _spelled(text)
+    machine = _named(text)
+    if not machine and not any(re.search(pattern, text) for pattern in sources()["other devices"]):
+        patterns = (name for pattern, name in sources()["devices"] if re.search(f"(?:{pattern}){_WHOLE}", text))
+        machine = next(patterns, "") or _spelled(text)
     if not machine:
         known = ", ".join(ACCELERATORS)
         hint = did_you_mean(re.sub(r"nvidia|amd|intel|google|[^a-z0-9-]", "", text), ACCELERATORS)
@@ -304,8 +308,11 @@ def _with_memory(cells: Cells, text: str, device: Accelerator) -> Accelerator:
 
 def _with_network(cells: Cells, link: Link, per_node: int) -> Link:
     """Returns the link between nodes with the bandwidth that the row states: 4 x 100 Gb per node."""
-    stated = _NETWORK.search(cells.text("network")) or _NETWORK.search(cells.text("notes"))
+    text = cells.text("network")
+    stated = _NETWORK.search(text or cells.text("notes"))
     if not stated:
+        if text:
+            cells.problem(f"network: {text!r} is not understood; such as 4 x 100 Gb per node")
         return link
     cells.said(re.escape(stated[0].lower()))
     gbs = int(stated[1] or 1) * float(stated[2]) / 8 / per_node
@@ -335,7 +342,7 @@ def products_of(cells: Cells, cluster: Cluster, framework: str) -> Products:
     for pattern, products in sources()["configurations"]:
         if re.search(pattern, cells.description) and getattr(device, f"{products}_tflops"):
             return products  # the name of the configuration that ran says more than the column
-    for pattern, products in (("fp4", "fp4"), ("fp8|int8|e4m3", "fp8"), ("bf16|bfloat", "bf16"), ("fp16|half", "fp16")):
+    for pattern, products in (("fp4", "fp4"), ("fp8|e4m3", "fp8"), ("bf16|bfloat", "bf16"), ("fp16|half", "fp16")):
         if re.search(pattern, text):
             if products in ("fp4", "fp8") and not getattr(device, f"{products}_tflops"):
                 cells.problem(
@@ -344,7 +351,7 @@ def products_of(cells: Cells, cluster: Cluster, framework: str) -> Products:
             if products == "bf16" and not device.bf16_tflops:
                 return "fp16"
             return products  # pyright: ignore[reportReturnType]
-    if re.search("fp32|tf32|float32", text):
+    if re.search("fp32|float32", text):
         return "fp32"
     if text:
         cells.problem(f"precision: {cells.text('precision')!r} is unknown; known: fp32, fp16, bf16, fp8, fp4")
@@ -580,7 +587,7 @@ def _script(cells: Cells, cluster: Cluster) -> tuple[int, int, str]:
 def _sharding(cells: Cells, model: ModelConfig, cluster: Cluster, framework: str, layout: Layout) -> Layout:
     """Returns the layout with the state's sharding, by zero_stage or, if that is blank, the framework's habit."""
     text, dp = cells.text("zero_stage"), layout.dp_shard
-    stage = re.search("[0-3]", text)
+    stage = re.search("(?<![0-9.])[0-3](?![0-9.])", text)
     if not stage and text:
         cells.problem(f"zero_stage: expected 0, 1, 2 or 3, found {text!r}")
     zero = int(stage[0]) if stage else habits(framework).get("zero", 0)
@@ -592,6 +599,8 @@ def _sharding(cells: Cells, model: ModelConfig, cluster: Cluster, framework: str
         # expert_tensor_parallel_size 1: tensor ranks are expert ranks, too, and cut nothing besides.
         layout = replace(layout, ep=layout.ep // layout.tp)
     if not model.moe.n_experts:
+        if stated > 1:
+            cells.problem(f"ep: {stated}, but the model has no experts; give moe_experts and moe_topk; nearest: 1")
         layout = replace(layout, ep=1)
     elif layout.shard_ranks % layout.ep or model.moe.n_experts % layout.ep:
         ep = gcd(gcd(layout.shard_ranks, layout.ep), model.moe.n_experts)

@@ -110,14 +110,14 @@ def run(
     progress: Callable[[], AbstractContextManager[Progress]] = lambda: nullcontext(silent),
 ) -> int:
     """Predicts `source` row by row into `out` (standard output if empty), and prints a summary on standard error, or as
-    JSON on standard output. `progress` is called meanwhile. Returns the exit code. Raises JobError if the table does
-    not exist."""
+    JSON on standard output. `progress` is called meanwhile. Returns the exit code: 2 if there are rows and none is
+    predicted, as for a job that is refused. Raises JobError if the table does not exist."""
     if as_json and not out:
         raise JobError("--json prints one document and nothing else: name a file for the table, such as --out OUT.csv")
     with _opened(source) as file, progress() as callback, _written(out) as target:
         summary = write(file, target, whole.predict, callback, prices)
     echo(json.dumps(summary.as_dict(), indent=1) if as_json else summary, file=sys.stdout if as_json else sys.stderr)
-    return 0
+    return JobError.exit_code if summary.rows and not summary.predicted else 0
 
 
 def write(
