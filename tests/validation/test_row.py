@@ -313,7 +313,12 @@ def test_a_note_names_options_and_never_another_program(source: str, notes: str,
 
 
 @pytest.mark.parametrize(
-    "told", [{"network": "4 x 100 Gb per node"}, {"notes": "nodes with 4 x 100 Gb RoCE, 80GB per node"}]
+    "told",
+    [
+        {"network": "4 x 100 Gb per node"},
+        {"network": "4x100G EDR"},
+        {"notes": "nodes with 4 x 100 Gb RoCE, 80GB per node"},
+    ],
 )
 def test_a_network_that_is_stated_joins_the_nodes(told: dict[str, str]) -> None:
     reading = read(row(**told))

@@ -242,6 +242,8 @@ _WHOLE = "(?:(?<=[0-9])(?![0-9])|(?<![0-9]))"
 """The end of a pattern that does not end within a number: H100 is not in H1000."""
 _NETWORK = re.compile(r"(?:([0-9]{1,2}) ?[x×] ?)?([0-9]{2,4}) ?Gb(?:/s|ps|it)? (?:per node|RoCE|InfiniBand|Ethernet)")
 """What joins a node to others: 4 x 100 Gb per node. A capital B is memory."""
+_CARDS = re.compile(r"([0-9]{1,2}) ?[x×] ?([0-9]{2,4}) ?G(?:b|bit|bps|b/s|bit/s)?(?![A-Za-z])")
+"""The same in a column of its own, where a number of cards says enough: 8x400G NDR."""
 USABLE_MEMORY = 0.99
 """Share of the printed memory that a program can use, assumed for devices with an unusual size."""
 
@@ -309,7 +311,7 @@ def _with_memory(cells: Cells, text: str, device: Accelerator) -> Accelerator:
 def _with_network(cells: Cells, link: Link, per_node: int) -> Link:
     """Returns the link between nodes with the bandwidth that the row states: 4 x 100 Gb per node."""
     text = cells.text("network")
-    stated = _NETWORK.search(text or cells.text("notes"))
+    stated = _NETWORK.search(text or cells.text("notes")) or _CARDS.search(text)
     if not stated:
         if text:
             cells.problem(f"network: {text!r} is not understood; such as 4 x 100 Gb per node")
