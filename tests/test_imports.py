@@ -35,7 +35,7 @@ MOST_LINES = {
     "checkpoint": 4170,
     "cli": 7616,
     "comm": 2180,
-    "config": 6650,
+    "config": 6653,
     "cost": 7220,
     "data": 6760,
     "dryrun": 2720,
