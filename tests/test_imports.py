@@ -31,11 +31,11 @@ INNER_FLOORS = {
 MOST_LINES = {
     "axes": 811,
     "blocks": 3472,
-    "check": 2128,
+    "check": 2130,
     "checkpoint": 4170,
     "cli": 7668,
     "comm": 2180,
-    "config": 6653,
+    "config": 6659,
     "cost": 7269,
     "data": 6778,
     "dryrun": 2720,

@@ -63,13 +63,13 @@ FEW: list[Case] = [
     ("llama", "dp_shard=2,zero=3,offload=all,recompute=full", {}),
     ("experts", "dp_shard=4,ep=2,zero=3,accumulation=2", {}),
     ("gpt", "pp=2,offload=all,accumulation=2", {"precision": "fp16"}),
-    ("sinks", "tp=2,sp=true,cp=2", {"data": DOCUMENTS}),
+    ("sinks", "tp=2,sp=true,cp=2", {"data": DOCUMENTS, "global_batch": 1}),  # a ring has many blocks per document
     ("dropout", "dp_shard=2,zero=2", {"optimizer": "adamw state=8bit"}),
     ("adapters", "tp=2,dp_shard=2,zero=1", {"data": PAIRS}),
     ("latent", "pp=2,schedule=zb_h1,accumulation=2", {"chip": "b200"}),
     ("llama", "dp_replicate=2,sync=diloco,sync_every=1", {"optimizer": "sgd"}),
     ("experts", "dp_shard=2,zero=3,offload=all,recompute=full", {"chip": "max1550-tile"}),
-    ("sinks", "cp=2", {"data": DOCUMENTS, "chip": "mi300x"}),
+    ("sinks", "cp=2", {"data": DOCUMENTS, "global_batch": 1, "chip": "mi300x"}),
 ]
 MORE: list[Case] = [
     *(("llama", "dp_replicate=1", {"precision": name}) for name in ("fp64", "fp32", "fp16")),

@@ -206,7 +206,7 @@ def test_attention_and_its_gradients_are_those_of_one_process(ranks, layout):
 ON_A_GPU = [
     StepSpec(window=window, run=run, kv_heads=2, documents=documents, dtype=torch.bfloat16, tolerance=3e-2)
     for window, run in ((5, 2), (17, 4), (30, 128))
-    for documents in (False, True)
+    for documents in ((False,) if run == 4 else (False, True))
 ]
 
 

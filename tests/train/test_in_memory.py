@@ -106,7 +106,7 @@ model: {n_layers: 1, d_model: 16, n_heads: 2, seq_len: 16}
 cluster: {peak_tflops: 1.0}
 layout: {dp_shard: 2, zero: 3}
 data: {corpus: random, random_tokens: 20000, random_vocab: 13}
-train: {steps: 250, global_batch: 4, eval_samples: 0, log_every: 1000}
+train: {steps: 120, global_batch: 4, eval_samples: 0, log_every: 1000}
 checkpoint: {memory_every: 1, every_minutes: 0}
 run: {sample_tokens: 0, threads: 1}
 """

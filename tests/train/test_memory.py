@@ -328,7 +328,7 @@ BOUND = 0.05
 
 def job_of(model, line: str, precision: str, *, documents: bool = False) -> Job:
     layout = layout_line.parse(line)
-    train = Train(global_batch=8 if layout.pp > 1 and not layout.pp_slices else 4, precision=precision)
+    train = Train(global_batch=2 if layout.pp_slices else 8 if layout.pp > 1 else 4, precision=precision)
     data = Data(document_mask=documents)
     return Job(model=model, layout=layout, train=train, data=data, cluster=Cluster(device="cpu"))
 

@@ -93,7 +93,7 @@ def counted(
     with mock.patch.dict(os.environ, {SOCKETS: "1"}):  # what is predicted
         mesh = meshes.build(job.layout, "cpu")
     losses, copied = list[float](), list[dict[str, int]]()
-    with mock.patch.dict(rule.CHUNK, cpu=2**10), DeviceBudget(limit).counting() as budget:
+    with mock.patch.dict(rule.CHUNK, cpu=2**12), DeviceBudget(limit).counting() as budget:
         stepper = Stepper(job, mesh, torch.device("cpu"), VOCAB)
 
         def take(step: int) -> None:
@@ -259,7 +259,7 @@ def test_a_model_whose_state_is_four_times_the_budget_trains_within_it(ranks):
     model = replace(DEEP, n_layers=24)  # of a small one the blocks on their way are most
     job = job_of(layout, model, global_batch=2)
     budget = 32 * count(model, VOCAB) // 2 // 4
-    found = ranks(counted, 2, job, budget, timeout=200)
+    found = ranks(counted, 2, job, budget, 2, False)
     ((_, _, _, expected),) = ranks(counted, 1, replace(job, layout=Layout()), 0)
     assert found[0][3] == pytest.approx(expected, rel=1e-9)
     assert found[0][0] <= budget

@@ -615,13 +615,15 @@ def _text_of(value: Any) -> str | list[str]:
 
 def as_dict(job: Job) -> dict[str, Any]:
     """Returns the job as nested plain values, with tuples as lists, for JSON and YAML."""
-    document = json.loads(
-        json.dumps(dataclasses.asdict(job, dict_factory=lambda values: {name_of(n): v for n, v in values}))
-    )
+    document = json.loads(json.dumps(job, default=_fields_by_name))
     for place, name in ((document, TECHNIQUES), (document["layout"], "axes")):
         if chosen := dict(place.pop(name)["chosen"]):
             place[name] = chosen
     return document
+
+
+def _fields_by_name(section: Any) -> dict[str, Any]:
+    return {name_of(each.name): getattr(section, each.name) for each in dataclasses.fields(section)}
 
 
 def as_yaml(loaded: LoadedJob) -> str:

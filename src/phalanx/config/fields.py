@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import itertools
 import keyword
+import operator
 import typing
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -228,7 +229,12 @@ def _alike(name: str, paths: Sequence[str], *, strictly: bool = False) -> str | 
 
 def get(obj: Any, path: str) -> Any:
     """Returns the value at a dotted path."""
-    return functools.reduce(getattr, map(attribute_of, path.split(".")), obj)
+    return _getter(path)(obj)
+
+
+@functools.lru_cache(4096)
+def _getter(path: str) -> operator.attrgetter[Any]:
+    return operator.attrgetter(".".join(map(attribute_of, path.split("."))))
 
 
 def replace(obj: Any, path: str, value: Any) -> Any:

@@ -83,8 +83,9 @@ class UpdateRule(torch.optim.Optimizer):
         size = CHUNK.get(parameter.device.type, LARGE_CHUNK) // unit * unit
         converts = gradient.dtype != parameter.dtype or self.scale is not None
         wide = parameter.detach().new_empty(min(parameter.numel(), size) if converts else 0)
-        tensors = (copy, parameter, gradient.contiguous(), *state)
-        for narrow, w, own, *rest in zip(*(each.detach().view(-1).split(size) for each in tensors), strict=True):
+        whole = [each.detach().view(-1) for each in (copy, parameter, gradient.contiguous(), *state)]
+        parts = [whole] if parameter.numel() <= size else zip(*(each.split(size) for each in whole), strict=True)
+        for narrow, w, own, *rest in parts:
             g = wide[: len(own)].copy_(own) if converts else own
             yield [w, g if self.scale is None else g.mul_(self.scale), *rest]
             if copy is not parameter:
