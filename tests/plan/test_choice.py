@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -126,11 +127,13 @@ FIXED: tuple[dict[str, Any], ...] = (
     {"schedule": "interleaved_1f1b"},
     {"tp": 8},
 )
-SPACES = ((("megatron-529.6b", "dgx-a100:315", 2520), FIXED[1:2]), (("mixtral-8x7b", "dgx-h100:4", 64), FIXED))
-"""Each with what is fixed: a search among 2,520 devices takes ten seconds."""
+SPACES = [(("megatron-529.6b", "dgx-a100:35", 280), FIXED[1:2]), (("mixtral-8x7b", "dgx-h100:4", 64), FIXED)]
+"""Each with what is fixed: a search among 280 devices takes seven seconds, among 2,520 twenty (`make whole`)."""
+if "PHALANX_WHOLE" in os.environ:
+    SPACES.append((("megatron-529.6b", "dgx-a100:315", 2520), FIXED[1:2]))
 
 
-@pytest.mark.parametrize(("space", "subspaces"), SPACES, ids=[space[0] for space, _ in SPACES])
+@pytest.mark.parametrize(("space", "subspaces"), SPACES, ids=[space[1] for space, _ in SPACES])
 def test_a_subspace_never_beats_its_space(space: tuple[str, str, int], subspaces: tuple[dict[str, Any], ...]) -> None:
     whole = search(asked(*space))
     fastest = search(replace(asked(*space), band=EQUAL))
