@@ -49,7 +49,7 @@ MOST_LINES = {
     "model": 3964,
     "optimizers": 550,
     "parallel": 7789,
-    "partition": 1803,
+    "partition": 1804,
     "pictures": 3640,
     "plan": 4363,
     "report": 1683,

@@ -134,7 +134,7 @@ def test_a_table_from_a_pipe_is_read_until_it_is_too_long(here):
         "sys.exit(main(['predict', '--table', '/dev/stdin']))"
     )
     for rows, code in ((3, 0), (4, 2)):
-        text = f"{HEAD}\n" + "llama3-8b,NO,8,8,16\n" * rows
+        text = f"{HEAD}\n" + "llama3-8b,H100,8,8,16\n" * rows
         done = subprocess.run(
             [sys.executable, "-c", program], input=text, capture_output=True, text=True, check=False, timeout=60
         )

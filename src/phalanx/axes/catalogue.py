@@ -21,7 +21,7 @@ from phalanx.errors import JobError
 from phalanx.nearest import Misfit, divisors, multiples
 from phalanx.partition import derived as batch
 from phalanx.partition.derived import is_file, written_stages
-from phalanx.partition.documents import cut_by_position
+from phalanx.partition.tensor_slices import cut_by_position
 from phalanx.schedule import catalogue, file
 from phalanx.schedule.generators import pipedream
 from phalanx.techniques.catalogue import freezing, techniques_of

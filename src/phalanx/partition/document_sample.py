@@ -25,12 +25,12 @@ from phalanx.partition.documents import (
     assigned,
     begins_of,
     chunked,
-    cut_by_position,
     keys_seen,
     keys_within,
     long_tailed,
     pairs_of,
 )
+from phalanx.partition.tensor_slices import cut_by_position
 
 MEANS = {"long": 1 / 8, "short": 1 / 64}
 """The mean lengths of examples of documents, in sequences."""

@@ -20,12 +20,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from phalanx.blocks.attention import LEAST_RUN
-from phalanx.blocks.kinds import ATTENTION, block, block_kinds, chosen_kinds
+from phalanx.blocks.kinds import block, block_kinds
 from phalanx.blocks.operator import Place
 from phalanx.blocks.parameters import matrix_flops_per_token
 from phalanx.config.layout import Layout
 from phalanx.config.model import ModelConfig
-from phalanx.partition.derived import slices_of
 from phalanx.partition.tensor_slices import cp_coordinates, rank_share, window_blocks
 
 CHUNKS = 16
@@ -277,21 +276,6 @@ def long_tailed(tokens: int, sequences: int = 1, mean: float = 1 / 8) -> Numbers
     ends = np.cumsum(np.maximum(1, lengths).astype(np.int64))
     numbers = np.searchsorted(ends, np.arange(sequences * tokens), side="right").reshape(sequences, tokens)
     return numbers.astype(np.int64)
-
-
-def cut_by_position(model: ModelConfig, layout: Layout) -> str:
-    """Returns why documents do not decide which tokens context-parallel ranks hold; empty if they do."""
-    if layout.cp == 1 or layout.cp_balance == "position":
-        return "nothing to balance"
-    if slices_of(layout) > 1:
-        return "slices of sequences are pipelined one after the other, each cut by position; schedule=1f1b does not"
-    if model.moe.capacity:
-        return "experts with a capacity count whole sequences by position; model.moe.capacity=0 does not"
-    if any(ATTENTION[name].gathers for name in chosen_kinds(model, "attention")):
-        return "sparse attention chooses among keys by position; model.sparse.top_k=0 does not"
-    if any(ATTENTION[kind.attention].by_heads for kind in block_kinds(model)):
-        return "recurrent layers exchange whole sequences by position; model.attention=attention does not"
-    return ""
 
 
 class DocumentCut:

@@ -17,11 +17,13 @@ from itertools import groupby
 from typing import Any
 
 from phalanx.blocks.attention import LEAST_RUN, window_run, zigzag_runs
+from phalanx.blocks.kinds import ATTENTION, block_kinds, chosen_kinds
 from phalanx.blocks.operator import Weight, is_expert
 from phalanx.blocks.parameters import Shapes, weight_of
 from phalanx.blocks.residual import VOCABULARY
 from phalanx.config.layout import Layout
 from phalanx.config.model import ModelConfig
+from phalanx.partition.derived import slices_of
 
 STOP_MESSAGE_BYTES = 256
 """Bytes that each independent replica sends when replicas synchronise: one for the request to stop, then text."""
@@ -248,3 +250,18 @@ def rank_share(layout: Layout, runs: Sequence[range], rank: int) -> list[range]:
         if part:
             found.append(part)
     return found
+
+
+def cut_by_position(model: ModelConfig, layout: Layout) -> str:
+    """Returns why documents do not decide which tokens context-parallel ranks hold; empty if they do."""
+    if layout.cp == 1 or layout.cp_balance == "position":
+        return "nothing to balance"
+    if slices_of(layout) > 1:
+        return "slices of sequences are pipelined one after the other, each cut by position; schedule=1f1b does not"
+    if model.moe.capacity:
+        return "experts with a capacity count whole sequences by position; model.moe.capacity=0 does not"
+    if any(ATTENTION[name].gathers for name in chosen_kinds(model, "attention")):
+        return "sparse attention chooses among keys by position; model.sparse.top_k=0 does not"
+    if any(ATTENTION[kind.attention].by_heads for kind in block_kinds(model)):
+        return "recurrent layers exchange whole sequences by position; model.attention=attention does not"
+    return ""
