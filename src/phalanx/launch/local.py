@@ -655,9 +655,10 @@ def _launch_replicas(
         while any(thread.is_alive() for thread in threads):
             for thread in threads:
                 thread.join(_POLL_S / len(threads))  # signals are handled in between
-            ended = [each for each, thread in zip(every, threads, strict=True) if not thread.is_alive()]
-            ends = (RunError.exit_code if each.error else each.code for each in ended)
-            gone[:] = [code for code in ends if code not in (0, StoppedError.exit_code)]
+            if not ordered():  # those that are ended by order are not gone
+                ended = [each for each, thread in zip(every, threads, strict=True) if not thread.is_alive()]
+                ends = (RunError.exit_code if each.error else each.code for each in ended)
+                gone[:] = [code for code in ends if code not in (0, StoppedError.exit_code)]
         for each in every:
             if each.error is not None:
                 raise each.error

@@ -82,7 +82,7 @@ def _caption(layout: Layout, windows: Counter[int], numbers: Numbers | None) -> 
     if numbers is not None:
         yield (
             f"Documents, {numbers.max() - numbers.min() + 1:,} of them in this example (log-normal lengths), see only "
-            "themselves; the ranks get whole ones and parts of long ones, by what they cost."
+            "themselves, and are shared out over the ranks by what they cost."
         )
     elif layout.ring > 1:
         groups = "rank" if layout.cp_ulysses == 1 else f"group of {layout.cp_ulysses} ranks"

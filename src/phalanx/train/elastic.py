@@ -259,7 +259,7 @@ class ElasticReplicas:
         self.next = self.link.newer(self.notice, heartbeat.beat)
         if self.next.step == self.notice.step:
             if failure is not None and self.next.members == self.notice.members and not self.next.new:
-                raise failure  # nobody was lost, and came back
+                raise failure  # no member was lost, not even one that is back
             raise MembershipChangedError
 
     def finish(self) -> None:
