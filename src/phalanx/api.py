@@ -98,13 +98,12 @@ def plan_layout(job: Job, *, fixed: Mapping[str, Any] | None = None, top: int = 
         >>> plan.fastest.seconds <= best.seconds
         True
     """
-    from phalanx.data.mixture import documents_of
+    from phalanx.data.documents import with_documents
     from phalanx.data.settings import vocabulary_size
     from phalanx.plan.planner import search
     from phalanx.plan.space import plan_request
 
-    request = plan_request(job, vocabulary_size(job), dict(fixed or {}))
-    plan = search(replace(request, documents=documents_of(job)))
+    plan = search(with_documents(plan_request(job, vocabulary_size(job), dict(fixed or {})), job))
     if check:
         from phalanx.dryrun.check import check_plan
 
@@ -148,12 +147,12 @@ def predict_traffic(job: Job) -> dict[str, dict[str, float]]:
         {'dp_replicate': {'all_reduce': 482304.0}, 'world': {'all_reduce': 24.0}}
     """
     from phalanx.cost.job_spec import rank_spec
-    from phalanx.data.mixture import documents_of
+    from phalanx.data.documents import with_documents
     from phalanx.data.settings import vocabulary_size
     from phalanx.report.figures import rank_traffic
 
     _require_layout(job)
-    return rank_traffic(job, replace(rank_spec(job, vocabulary_size(job)), documents=documents_of(job)))
+    return rank_traffic(job, with_documents(rank_spec(job, vocabulary_size(job)), job))
 
 
 def rehearse_job(job: Job, *, ranks: Sequence[int] = (), steps: int = 2) -> JobRehearsal:
@@ -346,11 +345,11 @@ def open_checkpoint(path: str | os.PathLike[str], *, step: int = 0) -> Reader:
 def _spec(job: Job) -> StepSpec:
     """Returns the spec of a job's step. Raises JobError if its layout is open."""
     from phalanx.cost.job_spec import step_spec
-    from phalanx.data.mixture import documents_of
+    from phalanx.data.documents import with_documents
     from phalanx.data.settings import vocabulary_size
 
     _require_layout(job)
-    return replace(step_spec(job, vocabulary_size(job)), documents=documents_of(job))
+    return with_documents(step_spec(job, vocabulary_size(job)), job)
 
 
 def _require_layout(job: Job) -> None:

@@ -51,10 +51,10 @@ def asked(monkeypatch):
     """What the planner is asked; it answers with as many replicas as it may have, or what `answer` says."""
     found = SimpleNamespace(calls=[], answer=None, notes=())
 
-    def choose(job, fixed, vocab, worlds, progress, documents):
-        found.calls.append(SimpleNamespace(job=job, fixed=sorted(fixed), vocab=vocab, worlds=worlds))
-        kept = {name: getattr(job.layout, name) for name in fixed}
-        layout = Layout(**{"dp_replicate": worlds[-1], **(found.answer or {}), **kept})
+    def choose(request, progress):
+        vocab, worlds = request.model.vocab_size, request.worlds
+        found.calls.append(SimpleNamespace(fixed=sorted(request.fixed), vocab=vocab, worlds=worlds))
+        layout = Layout(**{"dp_replicate": worlds[-1], **(found.answer or {}), **request.fixed})
         best = SimpleNamespace(layout=layout, seconds=0.0123)
         return SimpleNamespace(best=(best,), searched=1234, seconds=0.5, notes=found.notes)
 

@@ -13,13 +13,17 @@ from xml.etree import ElementTree
 
 import pytest
 
+from phalanx.api import load_job, predict_step
 from phalanx.cli import auto_layout
 from phalanx.cli import files as png
 from phalanx.cli.files import write
 from phalanx.cli.main import main
+from phalanx.cost.job_spec import step_spec
+from phalanx.cost.prediction import step_parts
 from phalanx.errors import RunError
 from phalanx.pictures.elements import TEXT, TEXT_ON_DARK, document, for_ground
 from phalanx.schedule import catalogue, file
+from phalanx.train.profile.window import prediction_of
 
 # `phalanx plan`: the page, the document, what is kept of a layout, and the refusals.
 
@@ -318,6 +322,9 @@ def test_documents_shorten_attention_and_what_cp_sends(tmp_path: Path, capsys: p
     found = planned(capsys, *masked)
     assert 40 < found["documents"]["mean_tokens"] < 50
     assert found["step_time_s"] < short["step_time_s"]
+    job = load_job(*masked[1:])
+    assert predict_step(job).step_time_s == found["step_time_s"]
+    assert prediction_of(job, 256, "")[0].products < step_parts(step_spec(job, 256)).products
     assert main([*words, "data.document_tokens=256"]) == 2
     assert "data.document_tokens" in capsys.readouterr().err
 

@@ -12,7 +12,7 @@ from phalanx.config.overrides import parse
 from phalanx.cost.prediction import predict
 from phalanx.plan.plan import Candidate
 from phalanx.plan.planner import choose, search
-from phalanx.plan.space import PlanRequest
+from phalanx.plan.space import PlanRequest, plan_request
 from plan.questions import request
 
 FORM = {"tp": 1, "pp": 1, "cp": 1, "dp_replicate": 1, "zero": 3, "reshard": True, "recompute": "full"}
@@ -48,7 +48,8 @@ def test_gathers_in_fp8_where_products_are_and_links_are_slow():
     words = ["model=llama3-8b", "cluster=dgx-h200:4", "cluster.inter.gbs=3", "train.global_batch=64", "dp_shard=32"]
 
     def chosen(*more: str, fixed: Collection[str] = ()) -> Candidate:
-        return choose(load_words(parse([*words, *more])).job, fixed, 128256).best[0]
+        job = load_words(parse([*words, *more])).job
+        return choose(plan_request(job, 128256, {name: getattr(job.layout, name) for name in fixed})).best[0]
 
     best = chosen("train.precision=fp8")
     assert (best.layout.zero, best.layout.quantise_weights) == (3, "fp8")

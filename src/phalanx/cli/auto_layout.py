@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from phalanx.check.effect import without_idle
 from phalanx.check.job import problems_of
@@ -23,6 +23,7 @@ from phalanx.config.fields import replace as with_value
 from phalanx.config.job import Job
 from phalanx.config.layout import Layout
 from phalanx.config.precision import HALF
+from phalanx.data.documents import with_documents
 from phalanx.data.files import stderr_progress
 from phalanx.data.settings import vocabulary_size
 from phalanx.echo import echo
@@ -31,6 +32,9 @@ from phalanx.launch.ranks import Ranks, detect
 from phalanx.partition import derived as batch_equation
 from phalanx.train.run_directory import RunDirectory
 from phalanx.units import duration, seconds
+
+if TYPE_CHECKING:
+    from phalanx.plan.space import PlanRequest
 
 BY_HAND = "`phalanx bench compute` and `phalanx bench comm`"
 MEASUREMENTS = {"comm": "intra.gbs", "compute": "accelerator.name"}
@@ -115,13 +119,11 @@ def worlds_of(job: Job) -> tuple[int, ...]:
 
 def _chosen(loaded: LoadedJob, worlds: tuple[int, ...], vocab: int, prints: bool = True) -> LoadedJob:
     # Here, because numpy is a third of the time that --help takes.
-    from phalanx.data.mixture import documents_of
     from phalanx.plan.notes import NO_HEADROOM
     from phalanx.plan.planner import choose
 
     with stderr_progress() as progress:
-        job, shown = loaded.job, progress if prints else None
-        plan = choose(job, fixed_of(loaded), vocab, worlds, shown, documents_of(job))
+        plan = choose(request_of(loaded, vocab, worlds), progress if prints else None)
     best = plan.best[0]
     if prints:
         echo(
@@ -133,6 +135,15 @@ def _chosen(loaded: LoadedJob, worlds: tuple[int, ...], vocab: int, prints: bool
         for note in (note for note in plan.notes if note.startswith(NO_HEADROOM)):
             echo(note, file=sys.stderr, wrap=True)
     return with_layout(loaded, best.layout, worlds, PLANNED)
+
+
+def request_of(loaded: LoadedJob, vocab: int, worlds: tuple[int, ...]) -> PlanRequest:
+    """Returns what the planner is asked for: the layout's fields that the user did not set, on one of the `worlds`, for
+    the documents of the job's data."""
+    from phalanx.plan.space import plan_request
+
+    fixed = {name: getattr(loaded.job.layout, name) for name in fixed_of(loaded)}
+    return with_documents(replace(plan_request(loaded.job, vocab, fixed), worlds=worlds), loaded.job)
 
 
 def fixed_of(loaded: LoadedJob) -> list[str]:

@@ -15,7 +15,7 @@ from typing import Any
 import yaml
 
 from phalanx.check.load import LoadedJob, as_dict, load_words
-from phalanx.cli.auto_layout import fixed_of, on_known_devices, with_layout, worlds_of
+from phalanx.cli.auto_layout import on_known_devices, request_of, with_layout, worlds_of
 from phalanx.cli.files import write
 from phalanx.cli.installation import schema_text
 from phalanx.cli.verb import WHOLE, Option, Verb, Words, alone, clipped
@@ -163,7 +163,7 @@ def planned_job(job: NewJob, path: Path, *, plans: bool) -> tuple[LoadedJob, str
     known = on_known_devices(loaded, measures=True)
     worlds = worlds_of(known.job)
     with stderr_progress() as progress:
-        plan = choose(known.job, fixed_of(known), _vocabulary(known), worlds, progress)
+        plan = choose(request_of(known, _vocabulary(known), worlds), progress)
     best = plan.best[0]
     chosen = with_layout(known if job.cluster != HERE else loaded, best.layout, worlds, "planned")
     memory = f"{gib(best.prediction.fullest.peak)} of {gib(best.prediction.memory_limit)} per device"

@@ -9,14 +9,14 @@ import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import inf, isfinite, prod
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal
 
 from phalanx.axes.catalogue import unbalanced
 from phalanx.blocks.parameters import count, count_active, count_trained, train_flops_per_step, trained_text
 from phalanx.check.job import optimizer_problems
 from phalanx.check.load import RESOLVED, LoadedJob
 from phalanx.cli import foreign, sweep
-from phalanx.cli.auto_layout import calibration_document, check_calibration, fixed_of, on_known_devices, worlds_of
+from phalanx.cli.auto_layout import calibration_document, check_calibration, on_known_devices, request_of, worlds_of
 from phalanx.cli.files import DARK, OutputFiles
 from phalanx.cli.graph import GRAPH
 from phalanx.cli.graph import run as plan_graph
@@ -31,6 +31,7 @@ from phalanx.cost.money import FIGURES, Prices, amount, is_asked, run_cost, toke
 from phalanx.cost.prediction import Prediction, predict
 from phalanx.cost.spec import StepSpec
 from phalanx.cost.state_formulas import by_stage
+from phalanx.data.documents import Asked, with_documents
 from phalanx.data.files import Progress, silent, stderr_progress
 from phalanx.data.settings import vocabulary_size
 from phalanx.echo import echo, terminal_columns
@@ -50,7 +51,6 @@ from phalanx.plan.page import advice, shortfall
 from phalanx.plan.plan import Candidate, Plan
 from phalanx.plan.planner import search
 from phalanx.plan.simplicity import EQUAL
-from phalanx.plan.space import plan_request
 from phalanx.report.figures import rank_traffic
 from phalanx.simulate import goodput, slices
 from phalanx.simulate.goodput import LLAMA_3_RATE, Goodput, best
@@ -85,7 +85,6 @@ TOKENS = Option(
     0.0,
     read=amount,
 )
-Asked = TypeVar("Asked", "StepSpec", "PlanRequest")
 
 
 def _show(
@@ -115,11 +114,7 @@ def _show(
 def asked(about: Asked, words: Words, job: Job) -> Asked:
     """Returns the spec or request of a job with the documents of its data, and with the changes of the options, or of
     the file of --from."""
-    options = words.options
-    if about.documents is not None and not about.documents.lengths:
-        from phalanx.data.mixture import documents_of  # here, because only such jobs wait for it
-
-        about = replace(about, documents=documents_of(job))
+    options, about = words.options, with_documents(about, job)
     if words.theirs is not None and "framework" not in words.stated:
         about = replace(about, **foreign.changes(about, words.theirs))
         return about if options["products"] == "job" else replace(about, products=options["products"])
@@ -427,9 +422,8 @@ def run_plan(words: Words) -> int:
     if words.options["graph"]:
         return plan_graph(words, cluster, files)
     check_calibration(cluster, cluster.devices)
-    fixed = {name: getattr(loaded.job.layout, name) for name in fixed_of(loaded)}
-    request = plan_request(_with_batch(loaded.job, words.before), vocab, fixed)
-    request = asked(replace(request, worlds=worlds_of(loaded.job)), words, loaded.job)
+    request = request_of(replace(loaded, job=_with_batch(loaded.job, words.before)), vocab, worlds_of(loaded.job))
+    fixed, request = request.fixed, asked(request, words, loaded.job)
     if "exotic" in words.switches:
         request = replace(request, band=EQUAL)
     layout = loaded.job.layout

@@ -18,16 +18,12 @@ from types import MappingProxyType
 import numpy as np
 
 from phalanx.config.corpora import CORPORA, MIX_ROUND, PAIR, has_prompts
-from phalanx.config.job import Data, Job, MixSource
-from phalanx.cost.job_spec import stated_documents
+from phalanx.config.job import Data, MixSource
 from phalanx.data.conversations import ConversationData, PreferenceData, PromptData, ScoredPairs
 from phalanx.data.index import read_index
 from phalanx.data.loader import MicroBatch, ShardData, TokenData
 from phalanx.data.megatron import MegatronData
 from phalanx.data.packing import BestFitDocuments
-from phalanx.data.settings import prepared_path
-from phalanx.errors import DataError
-from phalanx.partition.document_sample import DocumentSample, sampled
 
 
 @dataclass(frozen=True)
@@ -209,20 +205,3 @@ def open_split(
             packs = data.packing and CORPORA[data.corpus].rows is None
             found.append(BestFitDocuments(of_text) if packs else of_text)
     return MixedData(folder, split, seq_len, data.mix, found) if index.sources else found[0]
-
-
-def documents_of(job: Job) -> DocumentSample | None:
-    """Returns the documents from which predictions of a job take their means: as data.document_tokens says, or those of
-    the first sequences that training reads; without lengths if the data is not prepared. None without
-    data.document_mask. Raises JobError for invalid settings of the data."""
-    stated = stated_documents(job)
-    if stated is None or stated.lengths:
-        return stated
-    try:
-        split = open_split(prepared_path(job.data), "train", job.model.seq_len, job.data)
-        rows = min(sampled(job.model.seq_len), split.sample_count)
-        found = split.micro_batch(split.order(0, rows, job.train.seed), np.arange(rows)).documents
-    except DataError:
-        return stated
-    assert found is not None, "data.document_mask"
-    return DocumentSample.of(found)

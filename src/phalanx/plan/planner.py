@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from math import ceil, inf
 from operator import itemgetter
@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from phalanx.config.job import Job
 from phalanx.config.layout import Layout
 from phalanx.cost.job_spec import with_loss_chunk
 from phalanx.cost.prediction import predict
@@ -21,7 +20,6 @@ from phalanx.cost.spec import StepSpec
 from phalanx.errors import DoesNotFitError, JobError
 from phalanx.gc import gc_paused
 from phalanx.partition.derived import gathers_parameters
-from phalanx.partition.document_sample import DocumentSample
 from phalanx.plan.alternatives import AXES, TILES, alternatives, on_host
 from phalanx.plan.branch import Found, Keep, Portion, Progress, Search, degrees, simulated
 from phalanx.plan.notes import NO_HEADROOM, notes
@@ -29,7 +27,7 @@ from phalanx.plan.page import shortfall
 from phalanx.plan.plan import Alternative, Candidate, Plan, SpacePoint
 from phalanx.plan.refine import refinements, with_fp8_gathers, with_second_copies
 from phalanx.plan.simplicity import ranked, simplicity
-from phalanx.plan.space import PlanRequest, plan_request
+from phalanx.plan.space import PlanRequest
 from phalanx.techniques.memory import offloads
 from phalanx.units import gib
 
@@ -298,24 +296,11 @@ MOST_REASONS = 4
 """Most reasons in the message if no layout is legal."""
 
 
-def choose(
-    job: Job,
-    fixed: Collection[str],
-    vocab: int,
-    worlds: tuple[int, ...] = (),
-    progress: Progress | None = None,
-    documents: DocumentSample | None = None,
-) -> Plan:
-    """Returns the plan of a job with `layout: auto`; its best candidate exists.
+def choose(request: PlanRequest, progress: Progress | None = None) -> Plan:
+    """Returns a plan whose best candidate exists, as `layout: auto` needs one.
 
-    `fixed` are the names of the layout's fields that keep the job's values, `vocab` is the size of the vocabulary,
-    `worlds` are the numbers of devices that may be used (empty: all of the cluster's), `documents` those of its data
-    (None: those that the job states). Raises JobError if the devices
-    are unknown or no legal layout has the fixed fields, and DoesNotFitError if no legal layout fits.
+    Raises JobError if no legal layout has the fixed fields, and DoesNotFitError if no legal layout fits.
     """
-    fixed_values = {name: getattr(job.layout, name) for name in fixed}
-    request = plan_request(job, vocab, fixed_values)
-    request = replace(request, worlds=worlds, documents=documents or request.documents)
     plan = search(request, progress)
     if plan.best:
         return plan

@@ -12,7 +12,7 @@ from phalanx.cost.prediction import Prediction, predict
 from phalanx.cost.rank_memory import RankMemory, step_memory
 from phalanx.cost.spec import StepSpec
 from phalanx.cost.traffic import step_traffic
-from phalanx.data.mixture import documents_of
+from phalanx.data.documents import with_documents
 from phalanx.data.settings import vocabulary_size
 from phalanx.errors import PhalanxError
 from phalanx.partition.ramp import ramp_of
@@ -55,8 +55,7 @@ def expected(record: RunRecord) -> Expected:
         vocab = _count(start.get("vocab_size")) or vocabulary_size(job)
         if start.get("device") == "cpu":
             job = replace(job, cluster=replace(job.cluster, device="cpu"))
-        documents = documents_of(job)
-        spec = replace(rank_spec(job, vocab), documents=documents)
+        spec = with_documents(rank_spec(job, vocab), job)
         found = Expected(
             memory=step_memory(spec),
             traffic=rank_traffic(job, spec, _count(start.get("conversations")) or 1),
@@ -65,7 +64,7 @@ def expected(record: RunRecord) -> Expected:
     except PhalanxError as error:
         return Expected(reason=str(error))
     try:
-        spec = replace(step_spec(on_known_cluster(job), vocab), documents=documents)
+        spec = replace(step_spec(on_known_cluster(job), vocab), documents=spec.documents)
         prediction = predict(spec)
     except PhalanxError as error:
         return replace(found, reason=str(error))

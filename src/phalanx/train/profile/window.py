@@ -35,6 +35,7 @@ from phalanx.cost.breakdown import ComparedPart, compared, compared_memory, mode
 from phalanx.cost.job_spec import on_known_cluster, rank_spec, step_spec
 from phalanx.cost.prediction import Parts, step_parts
 from phalanx.cost.rank_memory import step_memory
+from phalanx.data.documents import with_documents
 from phalanx.errors import JobError, PhalanxError, RunError
 from phalanx.launch.watchdog import heartbeat
 from phalanx.launch.watchdog.heartbeat import Phase
@@ -414,7 +415,7 @@ def prediction_of(job: Job, vocab: int, device: str) -> tuple[Parts, str]:
     """Returns the predicted parts of a step on the job's cluster, or on cluster=local if the job names none, and the
     cluster's name. Raises JobError if nothing is known about it."""
     job = on_known_cluster(job, device)
-    return step_parts(step_spec(job, vocab)), job.cluster.preset or job.cluster.accelerator.name
+    return step_parts(with_documents(step_spec(job, vocab), job)), job.cluster.preset or job.cluster.accelerator.name
 
 
 def held_tensors(stepper: Stepper) -> list[LiveTensor]:
