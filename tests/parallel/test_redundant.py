@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 
 from parallel.test_expert import (
     CASES,
+    SEQ,
     assert_close,
     axis_of,
     part_of,
@@ -18,6 +20,7 @@ from parallel.test_expert import (
     whole_layer,
 )
 from phalanx.comm.axis import Axis
+from phalanx.model.documents import Conversations
 from phalanx.parallel import redundant
 from phalanx.parallel.redundant import ExpertPlacement, RedundantRows, placed
 from phalanx.partition.tensor_slices import experts_of
@@ -76,23 +79,29 @@ def compared(ranks: Any) -> None:
     ep = axis_of(ranks)
     x, weights = tokens_of_all(ranks.world)
     mine = slice(ranks.rank * len(x) // ranks.world, (ranks.rank + 1) * len(x) // ranks.world)
-    for case, (model, one_sided) in CASES.items():
+    numbers = torch.zeros(x.shape[:2], dtype=torch.int64)
+    numbers[:2], numbers[2:, SEQ // 2 :] = -1, -1  # the first rank has nothing but padding
+    padded = [(case, pad) for case in CASES for pad in (False, True)]
+    for case, pad in padded:
+        model, one_sided = CASES[case]
         if model.moe.capacity or model.moe.n_experts < 8:
             continue
         whole = whole_layer(model, one_sided)
         part = part_of(whole, ep, dispatch_of)
         redundant.connect(part)
-        expected, of_x = run(whole, x, weights)
-        y, gradient = run(part, x[mine], weights[mine])
+        all_here, here_alone = (Conversations(each, 1) if pad else None for each in (numbers, numbers[mine]))
+        apply = partial(part, conversations=here_alone)
+        expected, of_x = run(partial(whole, conversations=all_here), x, weights)
+        y, gradient = run(apply, x[mine], weights[mine])
         assert_close(y, expected[mine])
         assert_close(gradient, of_x[mine])
         here = experts_of(8, ep.size, ep.rank)
         for (name, parameter), of in zip(part.experts.named_parameters(), whole.experts.parameters(), strict=True):
-            assert parameter.grad is not None, (case, name)
+            assert parameter.grad is not None, (case, pad, name)
             assert of.grad is not None
             assert_close(parameter.grad, of.grad[here.start : here.stop])
         with torch.no_grad():
-            assert torch.equal(part(x[mine]), y)
+            assert torch.equal(apply(x[mine]), y)
 
 
 @pytest.mark.parametrize("world", [2, 4])

@@ -91,13 +91,15 @@ DISPATCH = Technique(
 def _redundancy_problems(job: Job) -> Iterator[Problem]:
     """Yields what needs no copies, has none to make, or would have to send them at other times."""
     layout, moe, copies = job.layout, job.model.moe, job.layout.redundant_experts
+    if layout.auto and copies:
+        why = "the planner, which predicts even loads, does not choose for redundant experts"
+        yield "layout.redundant_experts", f"{why}; nearest legal: 0, or a layout without auto"
     if not copies or layout.ep == 1 or not moe.n_experts:
         return
     if copies > (others := moe.n_experts - moe.n_experts // layout.ep):
         wrong = f"redundant_experts {copies} exceeds the {others} experts of other ranks"
         yield "layout.redundant_experts", Misfit(wrong, copies, {"layout.redundant_experts": range(others + 1)})
     refused = {
-        "layout.auto": (layout.auto, "the planner does not choose for them", "a layout without auto"),
         "layout.dispatch": (
             layout.dispatch != "rows",
             f"dispatch {layout.dispatch} sends tokens to the owners of their experts",
@@ -155,5 +157,4 @@ REDUNDANCY = Technique(
         "dp_replicate=2,dp_shard=2,ep=2,zero=1,redundant_experts=1,recompute=products",
         "cp=2,tp=2,pp=2,ep=2,redundant_experts=1,accumulation=2",
     ),
-    combined=("ep=2,redundant_experts=1",),
 )
