@@ -148,6 +148,7 @@ JUDGED = (
         "tp=2,pp=2,sp=true,sp_regather=true,accumulation=4,recompute_cut=1*full+2*selective+1*none model.n_layers=4",
     ),
     ("experts", "cp=2,ep=2,dispatch=tokens,ep_overlap=true,recompute=full model.n_layers=2"),
+    ("experts", "dp_shard=4,ep=4,ep_node=2,zero=2,redundant_experts=2,accumulation=2 model.n_layers=2"),
     ("chosen keys", "dp_shard=2,tp=2,tiles=2,tile=all,sp=true,recompute=full model.n_layers=2"),
 )
 """Of `matrix`, models and layouts on up to 4 ranks in which every pair of PAIRED meets, and everything else is; but

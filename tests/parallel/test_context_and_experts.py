@@ -78,6 +78,9 @@ CASES = [
     ("mixtral", "dp_shard=4,ep=4,ep_node=2,accumulation=2"),
     ("mixtral", "dp_replicate=2,dp_shard=2,tp=2,sp=true,ep=4,etp=1,zero=2,recompute=mlp"),
     ("deepseek", "dp_shard=2,pp=2,tp=2,sp=true,ep=2,etp=1,schedule=zb_h1,accumulation=4"),
+    ("mixtral", "dp_shard=2,ep=2,redundant_experts=2,accumulation=2"),
+    ("deepseek", "dp_shard=4,ep=4,ep_node=2,redundant_experts=1,zero=2,recompute=full"),
+    ("mixtral", "dp_shard=2,tp=2,sp=true,ep=4,etp=1,redundant_experts=2,zero=1,recompute=mlp"),
     # One after the other in the same processes: torch keeps meshes that are equal to earlier ones.
     ("mixtral", "cp=2,cp_ulysses=2,tp=2,pp=2,ep=2,accumulation=4"),
     ("mixtral", "dp_shard=2,cp=2,pp=2,ep=4,accumulation=4"),

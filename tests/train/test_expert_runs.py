@@ -66,6 +66,7 @@ def test_a_run_moves_between_layouts_of_experts(ranks, job, layouts):
     ("layout", "precision"),
     [
         (Layout(dp_shard=2, ep=2), "bf16"),
+        (Layout(dp_shard=2, ep=2, redundant_experts=1), "bf16"),
         (Layout(dp_shard=2, tp=2, ep=2, zero=1, sp=True), "fp32"),
         (Layout(cp=2), "fp32"),
     ],
@@ -107,7 +108,7 @@ EXPERTS = MoE(n_experts=4, top_k=2, d_ff=8, n_dense_layers=1, aux_loss=0.01, z_l
 LAYOUTS = [
     Layout(accumulation=3, recompute="full"),
     Layout(dp_shard=2, ep=2),
-    Layout(dp_replicate=2, dp_shard=2, zero=1, ep=2),
+    Layout(dp_replicate=2, dp_shard=2, zero=1, ep=2, redundant_experts=1),
     Layout(dp_replicate=2, data_parallel="threads"),
     Layout(tp=2, sp=True),
     Layout(pp=2, dp_shard=2, ep=2, zero=2, schedule="zb_h1", accumulation=3),

@@ -193,6 +193,12 @@ def test_activations_and_parameters_equal_one_process(ranks, one_process, layout
     compare(ranks(steps, layout.world, job_of(replace(layout, offload="all"), FOUR), VOCAB), one_process(FOUR))
 
 
+def test_gradients_of_experts_leave_when_they_have_arrived(ranks, one_process):
+    """Experts that several ranks of each place of ep share are sent by a reduce-scatter of their own."""
+    job = job_of(Layout(dp_shard=4, ep=2, offload="optimizer"), EXPERTS)
+    compare(ranks(steps, 4, job, VOCAB), one_process(EXPERTS))
+
+
 @needs_matrix
 @pytest.mark.parametrize("offload", ["activations", "optimizer+parameters", "all"])
 @pytest.mark.parametrize("layout", MANY, ids=Layout.line)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from math import comb
 from typing import Literal
@@ -149,6 +149,8 @@ def experts(place: Place) -> Iterator[Operator]:
         max(1, routed_rows(place) * place.ep_shard // moe.n_experts),
         tiled=True,
     )
+    if place.redundant:
+        yield _copies(place, (up, down))
     inputs = saved_input(place, "feed_forward", "moe.experts.up", "moe.experts.gate")
     size *= arrived * inputs
     read = SavedTensor("experts.up", size, spread, cheap=size if place.ep == 1 else 0)
@@ -321,6 +323,19 @@ def _moving(place: Place, work: MemoryBound, rows: float, *saved: SavedTensor) -
         kernels=PERMUTE_KERNELS // 2 + 1 + (place.ep > 1),
     )
     return Operator(work.name, memory_bound=(work,), saved=saved, messages=(message,))
+
+
+def _copies(place: Place, experts: Iterable[Operator]) -> Operator:
+    """Returns the copies of other ranks' experts, whose weights arrive in the forward pass of a layer and stay until
+    their gradients go back. Which ranks send more of them than others depends on the loads: here all send equally many.
+    """
+    weights = [weight for each in experts for weight in each.weights]
+    numbers = place.redundant * sum(weight.size_on(1 if place.folds else place.tp) for weight in weights)
+    # Nobody sends copies to itself.
+    message = Message("ep", "all_to_all", numbers * place.ep / (place.ep - 1), forward=place.slices, full=place.slices)
+    size = numbers * place.slices * place.width / place.tokens
+    back = message._replace(forward=0, full=0, backward=place.slices)
+    return Operator("experts.copies", saved=(SavedTensor("experts.copies", size, "whole"),), messages=(message, back))
 
 
 def _in_mixture(operator: Operator, n_experts: int = 0, *, folds: bool = False) -> Operator:

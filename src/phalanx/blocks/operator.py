@@ -502,6 +502,8 @@ class Place(NamedTuple):
     """Whether both halves of the sequences are sent in turn (layout.ep_overlap)."""
     folds: bool = False
     """Whether tensor ranks hold whole experts, and each routes its own tokens (layout.folds)."""
+    redundant: int = 0
+    """Copies of other ranks' experts on an expert rank (layout.redundant_experts)."""
     exchange: Literal["both", "enter", "leave"] = "both"
     """Messages between the residual stream and a half of a block: off it and onto it, or in a parallel block off it
     before the first half and onto it after the second. Set by the kind of block."""
@@ -615,4 +617,5 @@ def place_of(
         overlaps=layout.ep > 1 and layout.ep_overlap,
         once=layout.ep > 1 and sends_tokens(layout.dispatch),
         folds=layout.folds,
+        redundant=layout.redundant_experts if layout.ep > 1 else 0,
     )

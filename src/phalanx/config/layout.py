@@ -60,6 +60,9 @@ class Layout(Hashed):
     sends each token once to every rank with some of its experts; deepep, DeepEP's kernels; or that of a package."""
     ep_overlap: bool = False
     """Overlap both all-to-alls of each half of a micro-batch's sequences with attention and experts of the other."""
+    redundant_experts: Annotated[int, Interval(0)] = 0
+    """Slots of each ep rank for redundant experts: copies of the experts with most tokens in a micro-batch, which share
+    these with their owners; results stay the same."""
     zero: Literal[1, 2, 3] = 3
     """State that dp_shard shards: 1 optimizer state, 2 gradients too, 3 parameters too (FSDP)."""
     reshard: bool = True

@@ -69,7 +69,7 @@ def backward_moments(place: Place, kind: LayerKind, *, splits: bool = False) -> 
     branch = place.hidden * scale / place.token_share if model.norms_outputs or model.dropout else 0.0
     live, found, last_half = -sum(each.kept for each in held), list[Moment](), ""
     waiting = arriving = 0.0  # gradients that wait for others of the same tensor, and those that come to an operator
-    arrived, adapted, both, rows, experts = 0, 0, 0.0, 0.0, 0
+    arrived, adapted, both, rows, experts, waits = 0, 0, 0.0, 0.0, 0, 0
     for number, (operator, half) in enumerate(operators):
         if half != last_half:
             waiting, last_half, arriving = arriving * model.parallel_block, half, whole + branch
@@ -105,14 +105,14 @@ def backward_moments(place: Place, kind: LayerKind, *, splits: bool = False) -> 
             for times, (weight, shape) in enumerate(zip(matrices, shapes, strict=True), 1 + adapted * (1 + splits)):
                 done += 0 if weight.frozen else weight.size_on(place.tp, place.ep_shard)
                 beside = max(arriving, inputs * adapted)  # the gradient of the output goes before the sum is made
-                found.append(Moment(here + beside + times * inputs, done, arrived + done, experts))
+                found.append(Moment(here + beside + times * inputs, waits + done, arrived + done, experts))
                 arriving -= row * shape[-2] if len(shapes) > 1 else 0
             if splits and not (matrices[0].frozen or operator.detached):
                 live += outputs + inputs
             arriving = inputs
         elif operator.name.endswith(".activation"):
             arriving *= 1 + model.gated
-            found.append(Moment(here + arriving * (1 + 1 / (1 + model.gated)), 0, arrived, experts))
+            found.append(Moment(here + arriving * (1 + 1 / (1 + model.gated)), waits, arrived, experts))
         elif core := operator.core:
             each = core.heads * core.head + core.kv_heads * (core.head + core.value_head)
             inputs = core.sequences * core.queries * each * scale
@@ -126,10 +126,14 @@ def backward_moments(place: Place, kind: LayerKind, *, splits: bool = False) -> 
                 waiting += (arriving if model.moe.n_shared else 0.0) - both
             found.append(Moment(here + rows + arriving, 0, arrived, experts))
             arriving = rows
+        elif operator.name == "experts.copies":  # their gradients, in place of the copies, and those that come back
+            found.append(Moment(here + arriving + tokens * operator.saved[0].size, waits, arrived, experts))
+            waits = 0
         elif operator.name.endswith("norm"):
             needed = tokens * norm_backward(place, model.d_model) / place.token_share
             needed -= sum(each.size for each in mine if each.first == each.last == number)
             found.append(Moment(here + max(arriving, needed), own, arrived + own, experts))
+        waits += own * (place.redundant > 0 and experts == 1)  # an expert's gradients wait for those of its copies
         arrived, adapted = arrived + own, operator.name.endswith(A)
     return tuple(found)
 
@@ -322,8 +326,9 @@ class BlockBytes:
     def __init__(self, step: StepSizes, kind: LayerKind):
         model, memory_profile, width = step.spec.model, step.memory_profile, step.spec.width
         layout = step.spec.layout
-        # Sequences take equal parts of all, but for capacities of runs of them.
-        sequences = step.spec.batch.micro_batch if layout.folds and model.moe.capacity else 1
+        # Sequences take equal parts of all, but for capacities of runs of them, and for copies of experts.
+        whole_batch = (layout.folds and model.moe.capacity) or layout.redundant_experts
+        sequences = step.spec.batch.micro_batch if whole_batch else 1
         place = place_of(
             *(model, layout, sequences),
             width=width,

@@ -24,7 +24,7 @@ from phalanx.model.seeding import initialise_part
 from phalanx.model.sparse import Indexer
 from phalanx.model.transformer import Transformer
 from phalanx.optimizers.catalogue import granularity_of
-from phalanx.parallel import context, expert, tensor
+from phalanx.parallel import context, expert, redundant, tensor
 from phalanx.parallel.compiled import compile_blocks, keep_compiled, missing
 from phalanx.parallel.compression import CompressedSum
 from phalanx.parallel.data import GradientSum, LocalModel, PartialGradients, Replica, TensorSlices, ThreadReplicas
@@ -218,7 +218,11 @@ def apply_expert_parallel(parts: Construction) -> None:
     expert.cut_experts(parts.model, layout.ep_shard)
     name, axes = layout.dispatch, (ep, parts.mesh.axis("ep_near"), parts.mesh.axis("ep_far"))
     with package_code(f"dispatcher {name!r} of {DISPATCHERS.owner(name)} failed", passing=(JobError,)):
-        expert.connect(parts.model, expert.dispatcher(name, parts.device)(*axes), layout)
+        dispatch = expert.dispatcher(name, parts.device)(*axes)
+    if layout.redundant_experts:
+        dispatch = redundant.RedundantRows(*axes, copies=layout.redundant_experts)
+        redundant.connect(parts.model)
+    expert.connect(parts.model, dispatch, layout)
     if layout.ep_overlap:
         expert.overlap_halves(parts.model)
     whole = "" if name == "rows" else f", sent by {name}"
@@ -228,6 +232,8 @@ def apply_expert_parallel(parts: Construction) -> None:
         whole = f", whole ones on each of {layout.tp} tensor ranks"
     whole += f", tokens inside {layout.ep_node} ranks first, then between {layout.ep_nodes}" * (layout.ep_nodes > 1)
     whole += ", while the other half of the sequences computes" * layout.ep_overlap
+    copies = layout.redundant_experts
+    whole += f", and {counted(copies, 'redundant expert')}" if copies else ""
     parts.log("expert parallel: %d of %d experts per rank%s", experts // ep.size, experts, whole)
 
 

@@ -247,6 +247,8 @@ class ShardedReplica(Replica):
         """Lets all gradients leave that FSDP2 has given to parameters by now."""
         if not self.final or self.runner is not None:
             return
+        for scatter in self.scatters:  # experts that ep distributes have one of their own, which may be in flight
+            scatter.settle()
         for shard, parameter in self.early:
             if isinstance(parameter.grad, DTensor) and shard.whole_name not in self.partial_names:
                 self.leave(shard, parameter.grad.to_local())

@@ -123,8 +123,9 @@ def _experts(job: Job, top: float) -> tuple[list[str], float]:
     ranks = f"{layout.shard_ranks} dp_shard × cp ranks"
     if layout.folds:
         ranks = f"{layout.shard_ranks * layout.tp} dp_shard × cp × tp ranks"
+    copies = f", with slots for copies of {layout.redundant_experts} others" if layout.redundant_experts else ""
     words = (
-        f"{count // layout.ep} of {count} on each. An expert is on {layout.edp} of the "
+        f"{count // layout.ep} of {count} on each{copies}. An expert is on {layout.edp} of the "
         f"{ranks}, the dense part on all{replicas}.{cut}"
     )
     parts = [text(_MARGIN, top, "Experts by rank", BOLD), text(_MARGIN, top + 18, words)]

@@ -39,7 +39,7 @@ from phalanx.partition.derived import (
 )
 from phalanx.registry import package_code
 from phalanx.schedule.catalogue import SCHEDULES
-from phalanx.techniques.experts import DISPATCH
+from phalanx.techniques.experts import DISPATCH, REDUNDANCY
 from phalanx.techniques.memory import COMPILE, OFFLOAD, QUANTISATION, SECOND_COPY, TILING
 from phalanx.techniques.replicas import COMPRESSION, ELASTIC, INDEPENDENT_REPLICAS, THREADS
 from phalanx.techniques.technique import Condition, Effect, Problem, Technique, above, is_one_of, problems
@@ -498,6 +498,7 @@ OWN: Mapping[str, Technique] = MappingProxyType(
         "threads": THREADS,
         "compression": COMPRESSION,
         "dispatch": DISPATCH,
+        "redundancy": REDUNDANCY,
         "lora": ADAPTERS,
         "loss_chunk": LOSS_CHUNK,
         "preference": PREFERENCE,

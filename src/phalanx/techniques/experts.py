@@ -1,4 +1,4 @@
-"""The way of tokens to their experts: the dispatcher, and what overlaps it."""
+"""The way of tokens to their experts: the dispatcher, what overlaps it, and copies of the fullest experts."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from contextlib import suppress
 from phalanx.config.cluster import DEVICE_WORDS
 from phalanx.config.dispatchers import DISPATCHERS
 from phalanx.config.job import Job
-from phalanx.nearest import did_you_mean
+from phalanx.nearest import Misfit, did_you_mean
 from phalanx.partition.derived import gathers_parameters, slices_of, solve, splits_backward
 from phalanx.techniques.technique import Effect, Problem, Technique, above
 
@@ -84,5 +84,77 @@ DISPATCH = Technique(
         "dp_shard=2,ep=2,ep_overlap=true,micro_batch=2",
         "cp=2,ep=2,ep_overlap=true,micro_batch=3,dispatch=tokens,recompute=full",
         "dp_shard=2,pp=2,ep=2,zero=2,schedule=interleaved_1f1b,accumulation=2,ep_overlap=true,micro_batch=2",
+    ),
+)
+
+
+def _redundancy_problems(job: Job) -> Iterator[Problem]:
+    """Yields what needs no copies, has none to make, or would have to send them at other times."""
+    layout, moe, copies = job.layout, job.model.moe, job.layout.redundant_experts
+    if layout.auto and copies:
+        why = "the planner, which predicts even loads, does not choose for redundant experts"
+        yield "layout.redundant_experts", f"{why}; nearest legal: 0, or a layout without auto"
+    if not copies or layout.ep == 1 or not moe.n_experts:
+        return
+    if copies > (others := moe.n_experts - moe.n_experts // layout.ep):
+        wrong = f"redundant_experts {copies} exceeds the {others} experts of other ranks"
+        yield "layout.redundant_experts", Misfit(wrong, copies, {"layout.redundant_experts": range(others + 1)})
+    refused = {
+        "layout.dispatch": (
+            layout.dispatch != "rows",
+            f"dispatch {layout.dispatch} sends tokens to the owners of their experts",
+            "dispatch=rows",
+        ),
+        "layout.ep_overlap": (layout.ep_overlap, "halves of the sequences would each send them", "ep_overlap=false"),
+        "model.moe.capacity": (moe.capacity > 0, "with a capacity all experts have equally many rows", "capacity=0"),
+        "layout.tile": (
+            layout.tiles > 1 and "experts" in layout.tiled_layers,
+            "a tile is gathered when it computes",
+            "a tile without experts",
+        ),
+        "layout.quantise_weights": (
+            layout.quantise_weights == "fp8",
+            "experts that are gathered in fp8 are not sent on",
+            "quantise_weights=int8, or none",
+        ),
+    }
+    for path, (wrong, why, legal) in refused.items():
+        if wrong:
+            yield path, f"{why}, and redundant_experts is {copies}; nearest legal: {legal}, or redundant_experts=0"
+    if job.model.freezes:
+        yield (
+            "layout.redundant_experts",
+            "copies send back the gradients of all weights, and most are frozen; nearest legal: 0",
+        )
+
+
+def _redundancy_layout_problems(job: Job) -> Iterator[Problem]:
+    layout = job.layout
+    if not layout.redundant_experts or layout.ep == 1:
+        return
+    if slices_of(layout) > 1 or splits_backward(layout):
+        why = "slices of sequences" if slices_of(layout) > 1 else "weight gradients that wait"
+        yield (
+            "layout.schedule",
+            f"schedule {layout.schedule} has {why}, and redundant_experts send their gradients back in the same pass; "
+            "nearest legal: 1f1b, or redundant_experts=0",
+        )
+
+
+REDUNDANCY = Technique(
+    "redundant experts: copies of the fullest ones on other ranks",
+    "DeepSeek-AI 2024, section 3.4; He et al. 2022, section 4.2",
+    is_on=lambda job: job.layout.redundant_experts > 0,
+    fields=("layout.redundant_experts",),
+    problems=_redundancy_problems,
+    layout_problems=_redundancy_layout_problems,
+    conditions={"layout.redundant_experts": above("layout.ep", 1, "expert parallelism: ", auto=True)},
+    layouts=(
+        "dp_shard=2,ep=2,redundant_experts=1",
+        "dp_shard=4,ep=2,zero=3,redundant_experts=2,recompute=full",
+        "dp_shard=4,ep=4,ep_node=2,zero=2,redundant_experts=2,accumulation=2",
+        "dp_shard=2,tp=2,ep=4,etp=1,sp=true,redundant_experts=1,recompute=mlp",
+        "dp_replicate=2,dp_shard=2,ep=2,zero=1,redundant_experts=1,recompute=products",
+        "cp=2,tp=2,pp=2,ep=2,redundant_experts=1,accumulation=2",
     ),
 )

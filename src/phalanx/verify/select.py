@@ -153,7 +153,7 @@ def reduced(layout: Layout, max_ranks: int) -> Layout:
     without += ["schedule", "pp_chunks", "pp_slices", "pp_cut"] if layout.pp == 1 else []
     without += ["accumulate"] if layout.shard_ranks == 1 else []
     without += ["etp"] if layout.tp == 1 else []
-    without += ["dispatch", "ep_overlap"] if layout.ep == 1 else []
+    without += ["dispatch", "ep_overlap", "redundant_experts"] if layout.ep == 1 else []
     without += ["ep_node"] if layout.ep % layout.ep_node or layout.ep_node == layout.ep else []
     return replace(layout, **{name: getattr(Layout(), name) for name in without})
 
