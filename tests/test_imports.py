@@ -30,13 +30,13 @@ INNER_FLOORS = {
 """Rooms whose files have an order of their own."""
 MOST_LINES = {
     "axes": 811,
-    "blocks": 3472,
+    "blocks": 3492,
     "check": 2130,
     "checkpoint": 4170,
     "cli": 7668,
     "comm": 2180,
     "config": 6659,
-    "cost": 7269,
+    "cost": 7285,
     "data": 6778,
     "dryrun": 2720,
     "evaluate": 670,
@@ -49,9 +49,9 @@ MOST_LINES = {
     "model": 3964,
     "optimizers": 550,
     "parallel": 7789,
-    "partition": 1804,
+    "partition": 1810,
     "pictures": 3640,
-    "plan": 4363,
+    "plan": 4432,
     "report": 1683,
     "schedule": 2044,
     "serve": 830,
@@ -60,7 +60,7 @@ MOST_LINES = {
     "trackers": 870,
     "train": 9931,
     "validation": 1535,
-    "": 1822,
+    "": 1825,
     "verify": 4100,
 }
 """Lines that a room may have, "" being the modules beside the rooms: whoever makes one shorter lowers its figure, and

@@ -77,10 +77,10 @@ def backward_moments(place: Place, kind: LayerKind, *, splits: bool = False) -> 
                 arriving = branch
             both = arriving if kind.block.routed and model.moe.n_shared and not place.folds else 0.0
         mine = [each for each in held if each.last >= number]
-        here = live + waiting + sum(each.size if each.first <= number else each.kept for each in mine)
+        here = live + waiting + sum([each.size if each.first <= number else each.kept for each in mine])
         own = sum(each.size_on(place.tp, place.ep_shard) for each in operator.weights if not each.frozen)
         experts = 1 if operator.name.startswith("experts.") else 2 if experts else 0
-        matrices = [each for each in operator.weights if each.is_matrix and not is_adapter(each.name)]
+        matrices = [each for each in operator.matrices if not is_adapter(each.name)]
         if matrices:
             shapes = [each.shape_on(place.tp, place.ep_shard) for each in matrices]
             row = operator.rows * scale
