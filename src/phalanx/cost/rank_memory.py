@@ -280,12 +280,12 @@ class RankParts:
             several: self.formulas.sending(self.shards, self._buckets, layout, several=several)
             for several in (m > 1, m > 1 and stays)
         }
+        fullest = self.kept(self.flight.most)[0]
         for place, held in reversed([*enumerate(self.runs)] * (not self.flight.deferring)):
             # By whether there are sums of earlier micro-batches: nothing else changes what the backward pass needs.
             passes = {m > 1: self._kept_of([(each <= place) / step.slices for each in range(len(self.runs))])}
             if layout.zero == 2 and layout.accumulate == "sharded":  # every micro-batch sends
-                kept = self.kept(self.flight.most)[0]
-                passes[m > 1 and stays] = max(kept, passes.get(m > 1 and stays, kept))
+                passes[m > 1 and stays] = max(fullest, passes.get(m > 1 and stays, fullest))
             for several, kept in passes.items():
                 sent = sends[several], arrived
                 inside, copies, gradients = self._backward(held, True, unsent=False, modules=False, sends=sent)
