@@ -30,13 +30,13 @@ INNER_FLOORS = {
 """Rooms whose files have an order of their own."""
 MOST_LINES = {
     "axes": 811,
-    "blocks": 3490,
+    "blocks": 3510,
     "check": 2130,
     "checkpoint": 4161,
     "cli": 7673,
     "comm": 2139,
     "config": 6662,
-    "cost": 7274,
+    "cost": 7290,
     "data": 6793,
     "dryrun": 2700,
     "evaluate": 663,
@@ -49,9 +49,9 @@ MOST_LINES = {
     "model": 3964,
     "optimizers": 550,
     "parallel": 8086,
-    "partition": 1804,
+    "partition": 1810,
     "pictures": 3635,
-    "plan": 4348,
+    "plan": 4417,
     "report": 1682,
     "schedule": 2044,
     "serve": 830,
@@ -60,7 +60,7 @@ MOST_LINES = {
     "trackers": 848,
     "train": 9883,
     "validation": 1535,
-    "": 1821,
+    "": 1824,
     "verify": 4100,
 }
 """Lines that a room may have, "" being the modules beside the rooms: whoever makes one shorter lowers its figure, and

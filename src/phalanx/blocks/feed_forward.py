@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from functools import lru_cache
 from math import comb
 from typing import Literal
 
@@ -80,6 +81,7 @@ def mlp(place: Place, name: str, width: int, rows: int, *, tiled: bool = False) 
     )
 
 
+@lru_cache(1024)
 def up_weights(model: ModelConfig, name: str, width: int, *, tiled: bool = False) -> tuple[Weight, ...]:
     """Returns the weights that read the residual stream: one matrix, or two with a gate."""
     kind = ROWS._replace(tiled=tiled)
@@ -89,6 +91,7 @@ def up_weights(model: ModelConfig, name: str, width: int, *, tiled: bool = False
     return weights
 
 
+@lru_cache(1024)
 def down_weights(model: ModelConfig, name: str, width: int, *, tiled: bool = False) -> tuple[Weight, ...]:
     """Returns the weights that write to the residual stream."""
     kind = COLUMNS._replace(tiled=tiled)
@@ -340,6 +343,10 @@ def _copies(place: Place, experts: Iterable[Operator]) -> Operator:
 
 def _in_mixture(operator: Operator, n_experts: int = 0, *, folds: bool = False) -> Operator:
     """Names an MLP's weights as a mixture's, and stacks `n_experts` of each (0: no stack)."""
+    return replace(operator, weights=_stacked(operator.weights, n_experts, folds)) if operator.weights else operator
+
+
+@lru_cache(1024)
+def _stacked(weights: tuple[Weight, ...], n_experts: int, folds: bool) -> tuple[Weight, ...]:
     stack = (n_experts,) if n_experts else ()
-    weights = (w._replace(name=f"moe.{w.name}", shape=(*stack, *w.shape)).folded(folds) for w in operator.weights)
-    return replace(operator, weights=tuple(weights))
+    return tuple(w._replace(name=f"moe.{w.name}", shape=(*stack, *w.shape)).folded(folds) for w in weights)

@@ -8,6 +8,7 @@ of these lists: each formula is written once, here.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
 from math import prod
 from typing import Literal, NamedTuple
 
@@ -98,16 +99,23 @@ class Weight(NamedTuple):
 
     def shape_on(self, tp: int, ep: int = 1) -> tuple[int, ...]:
         """Returns the shape of the part that one of tp × ep ranks holds, of layout.ep_shard."""
-        shape = list(self.shape)
-        if self.dim is not None and tp > 1:
-            shape[self.dim] = self.part(tp)
-        if self.routed:
-            shape[0] = max(1, shape[0] // ep)
-        return tuple(shape)
+        return _part_of(self, tp, ep)[0]
 
     def size_on(self, tp: int, ep: int = 1) -> int:
         """Returns the number of elements of that part."""
-        return prod(self.shape_on(tp, ep))
+        return _part_of(self, tp, ep)[1]
+
+
+@lru_cache(65_536)
+def _part_of(weight: Weight, tp: int, ep: int) -> tuple[tuple[int, ...], int]:
+    """Returns the shape of the part of a weight that one of tp × ep ranks holds, and its number of elements: a planner
+    asks for the same ones hundreds of thousands of times."""
+    shape = list(weight.shape)
+    if weight.dim is not None and tp > 1:
+        shape[weight.dim] = weight.part(tp)
+    if weight.routed:
+        shape[0] = max(1, shape[0] // ep)
+    return tuple(shape), prod(shape)
 
 
 def is_table(name: str) -> bool:
@@ -294,10 +302,15 @@ class Operator:
     detached: bool = False
     """Whether its input gets no gradient, so that its weights' gradients are never deferred."""
 
+    @cached_property
+    def matrices(self) -> list[Weight]:
+        """The weights by which tokens are multiplied."""
+        return [weight for weight in self.weights if weight.is_matrix]
+
     def product(self, tp: int, ep: int, *, folds: bool = False) -> Product | None:
         """Returns the product with all matrices that read the same input, as one; None if there is none. `folds`:
         tensor ranks hold whole experts where there are enough, instead of a part of each."""
-        weights = [weight for weight in self.weights if weight.is_matrix]
+        weights = self.matrices
         if not weights or not self.rows:
             return None
         if folds and weights[0].routed and weights[0].shape[0] % (tp * ep) == 0:

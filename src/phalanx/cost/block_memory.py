@@ -77,10 +77,10 @@ def backward_moments(place: Place, kind: LayerKind, *, splits: bool = False) -> 
                 arriving = branch
             both = arriving if kind.block.routed and model.moe.n_shared and not place.folds else 0.0
         mine = [each for each in held if each.last >= number]
-        here = live + waiting + sum(each.size if each.first <= number else each.kept for each in mine)
+        here = live + waiting + sum([each.size if each.first <= number else each.kept for each in mine])
         own = sum(each.size_on(place.tp, place.ep_shard) for each in operator.weights if not each.frozen)
         experts = 1 if operator.name.startswith("experts.") else 2 if experts else 0
-        matrices = [each for each in operator.weights if each.is_matrix and not is_adapter(each.name)]
+        matrices = [each for each in operator.matrices if not is_adapter(each.name)]
         if matrices:
             shapes = [each.shape_on(place.tp, place.ep_shard) for each in matrices]
             row = operator.rows * scale
@@ -357,13 +357,17 @@ class BlockBytes:
         again = 0.0 if kind.recompute in ("products", "mlp") else max(0.0, whole - self.kept) / step.slices
         adds = step.spec.batch.accumulation > 1 and layout.accumulate == "local"
         batch = whole_place._replace(sequences=step.spec.batch.micro_batch, documents=step.spec.documents is not None)
-        moments = backward_moments(batch, kind, splits=step.splits)
+        # Where nothing in particular is repeated, all is there from the start.
+        alike = kind if kind.recompute in ("products", "mlp") else kind._replace(recompute="none")
+        moments = backward_moments(batch, alike, splits=step.splits)
         if kind.recompute == "full" and kind.block.routed and (layout.ep > 1 or layout.tp > 1):
             moments += (_experts_again(batch, kind.block),)
-        before = [(again + each.size + each.own * width, each.arrived - each.own) for each in moments]
-        self.moments = before + [(again + each.size, each.arrived) for each in moments if each.own]
-        """Bytes inside the block at each moment of its backward pass, before a gradient enters its bucket and once it
-        is there, and how many parameters have theirs there."""
+        before = [(each.arrived - each.own, again + each.size + each.own * width) for each in moments]
+        self.moments: dict[int, float] = {}
+        """By how many parameters have their gradients in buckets at a moment of its backward pass, the most bytes
+        inside the block then: before a gradient enters its bucket, and once it is there."""
+        for arrived, size in before + [(each.arrived, again + each.size) for each in moments if each.own]:
+            self.moments[arrived] = max(size, self.moments.get(arrived, size))
         self.first = again + max(each.size + each.arrived * width for each in moments)
         """Bytes inside the block whose gradients are the first."""
         self.adding = again + max(each.size + each.own * width for each in moments)

@@ -216,14 +216,6 @@ class MessageSeconds:
     occupancy: float = 0.0
     """Share of the bandwidth between neighbouring devices that these messages use while in flight."""
 
-    def __add__(self, other: MessageSeconds) -> MessageSeconds:
-        return MessageSeconds(
-            self.forward + other.forward,
-            self.again + other.again,
-            self.backward + other.backward,
-            max(self.occupancy, other.occupancy),
-        )
-
 
 NO_MESSAGES = MessageSeconds()
 Kind = str
@@ -247,22 +239,28 @@ def place(spec: StepSpec, layout: Layout | None = None) -> Place:
 
 
 def messages_seconds(
-    spec: StepSpec, place: Place, operators: Iterable[Operator], modes: Sequence[Recompute] = ("none",)
+    spec: StepSpec, place: Place, operators: Sequence[Operator], modes: Sequence[Recompute] = ("none",)
 ) -> list[dict[Kind, MessageSeconds]]:
     """Returns, for each recomputation mode, the seconds of the operators' messages by axis; messages that overlap
     attention or weight gradients have these as keys instead."""
-    by_mode: list[dict[Kind, MessageSeconds]] = [{} for _ in modes]
+    # Others send nothing again, mlp but for what it repeats.
+    sending = ("full", "selective", "mlp") if any(one.repeated for one in operators) else ("full", "selective")
+    alike: list[Recompute] = [mode if mode in sending else "none" for mode in modes]
+    by_mode: dict[Recompute, dict[Kind, list[float]]] = {mode: {} for mode in alike}
     for operator, message in ((one, message) for one in operators for message in one.messages):
         once = message_seconds(spec, place, message) * _repeats(spec, operator, message)
         if not once:
             continue
         kind = message.ledger_axis if message.beside == "nothing" else message.beside
         load = occupancy(spec.cluster, place.bytes_of(message), once) if message.axis == "ring" else 0.0
-        own: list[Recompute] = [operator.mode(mode) for mode in modes]
-        for mode, so_far in zip(own, by_mode, strict=True):
-            more = MessageSeconds(once * message.forward, once * message.again(mode), once * message.back(mode), load)
-            so_far[kind] = so_far[kind] + more if kind in so_far else more
-    return by_mode
+        for mode, so_far in by_mode.items():
+            own, sums = operator.mode(mode), so_far.setdefault(kind, [0.0] * 4)
+            sums[0] += once * message.forward
+            sums[1] += once * message.again(own)
+            sums[2] += once * message.back(own)
+            sums[3] = max(sums[3], load)
+    found = {mode: {kind: MessageSeconds(*sums) for kind, sums in so_far.items()} for mode, so_far in by_mode.items()}
+    return [found[mode] for mode in alike]
 
 
 def _repeats(spec: StepSpec, operator: Operator, message: Message) -> int:

@@ -167,8 +167,7 @@ def _gathered_outside(model: ModelConfig, layout: Layout, first: bool, last: boo
     return GatheredParameters(outside(model, tp, first, last) - within, gradient, tile if within else 0)
 
 
-@dataclass(frozen=True)
-class ParameterCounts:
+class ParameterCounts(NamedTuple):
     """Parameters on a tensor rank, before the data ranks shard them: dense ones, and those of routed experts."""
 
     dense: int
@@ -300,21 +299,20 @@ def _with_more(rank: Flight, more: int) -> Flight:
 @lru_cache(maxsize=4096)
 def covering(every: tuple[Flight, ...]) -> tuple[tuple[int, ...], ...]:
     """Returns for each rank the earlier ranks with as many stages, and at least as many micro-batches in flight."""
-    found = list[set[int]]()
+    found, fronts = list[set[int]](), [(one.most, one.later, one.joined) for one in every]
     for rank, one in enumerate(every):
         fuller = set[int]()
         for other in reversed(range(rank)):
-            if other not in fuller and _covers(every[other], one):
+            same = len(every[other].held) == len(one.held)
+            if other not in fuller and same and all(map(_covers, fronts[other], fronts[rank])):
                 fuller |= {other, *found[other]}  # ranks that cover it cover this one too
         found.append(fuller)
     return tuple(tuple(sorted(fuller)) for fuller in found)
 
 
-def _covers(one: Flight, other: Flight) -> bool:
-    if len(one.held) != len(other.held):
-        return False
-    fronts = (one.most, other.most), (one.later, other.later), (one.joined, other.joined)
-    return all(any(_within(b, a) for a in ones) for ones, others in fronts for b in others)
+def _covers(front: Iterable[tuple[float, ...]], other: Iterable[tuple[float, ...]]) -> bool:
+    """Returns whether some counts of a front are at least as high as each of another."""
+    return all(any(all(map(le, less, more)) for more in front) for less in other)
 
 
 @lru_cache(maxsize=4096)
@@ -324,66 +322,62 @@ def _flights(name: str, pp: int, micro_batches: int, chunks: int, slices: int) -
 
 
 def _flight(schedule: Schedule, rank: int) -> Flight:
-    held = schedule.stages_on(rank)
+    program, held = schedule.programs[rank], schedule.stages_on(rank)
     places = {stage: place for place, stage in enumerate(held)}
-    now, waiting, most_waiting = [0] * len(held), [0] * len(held), [0] * len(held)
+    # Micro-batches per stage: in flight, until B or I, and between I and W.
+    now, unread, waiting, most_waiting = ([0] * len(held) for _ in range(4))
+    most, most_unread = set[tuple[int, ...]](), set[tuple[int, ...]]()
     later, deferring, back = set[tuple[int, ...]](), set[tuple[int, ...]](), set[int]()
     logits = most_logits = later_logits = 0
-    before, last, splits = "", schedule.stages - 1, any(action[0] == "I" for action in schedule.programs[rank])
-    for kind, stage, _, _ in schedule.programs[rank]:
-        backward = kind in ("B", "I")
-        if backward:
+    last, splits = schedule.stages - 1, any(action[0] == "I" for action in program)
+    # Whether a forward action came last, and since the last one that frees an activation.
+    after = grown = grown_unread = False
+    for kind, stage, _, _ in program:
+        place = places[stage]
+        if kind in ("B", "I"):
             if len(back) == len(held):
                 later.add(tuple(now))
                 later_logits = max(later_logits, logits)
-            back.add(stage)
-        if splits and (backward or before == "F"):
+            else:
+                back.add(stage)
+            if grown_unread:  # a peak: this action frees one
+                most_unread.add(tuple(unread))
+            unread[place] -= 1
+            grown_unread = False
+            logits -= stage == last
+        if splits and (after or kind in ("B", "I")):
             deferring.add((*map(sub, now, waiting), *waiting))
-        before = kind
-        if stage == last:
-            logits += (kind == "F") - backward
-            most_logits = max(most_logits, logits)
-        place = places[stage]
-        if kind == "F":
+        after = kind == "F"
+        if after:
+            if stage == last:
+                logits += 1
+                most_logits = max(most_logits, logits)
             now[place] += 1
+            unread[place] += 1
+            grown = grown_unread = True
         elif kind == "I":
             waiting[place] += 1
             most_waiting[place] = max(most_waiting[place], waiting[place])
         else:
+            if grown:
+                most.add(tuple(now))
+            grown = False
             now[place] -= 1
             waiting[place] -= kind == "W"
     visits = sum(placement.count(rank) for placement in schedule.placements)
     slices = schedule.slices
     return Flight(
         held=tuple(held),
-        most=_peaks(schedule, rank, ("B", "W")),
+        most=_front(most, slices),
         stages=schedule.stages,
         share=visits / len(held) / len(schedule.placements),
         losses=most_logits / slices,
         deferred=tuple(n / slices for n in most_waiting) if splits else (),
-        unread=_peaks(schedule, rank, ("B", "I")) if splits else (),
+        unread=_front(most_unread, slices) if splits else (),
         later=_front(later, slices),
         later_losses=later_logits / slices,
         deferring=tuple(Deferring(one[: len(held)], one[len(held) :]) for one in _front(deferring, slices)),
     )
-
-
-def _peaks(schedule: Schedule, rank: int, ends: tuple[str, ...]) -> tuple[tuple[float, ...], ...]:
-    """Returns the micro-batches per stage of a rank, at each peak, between a forward action and one that `ends` it."""
-    held = schedule.stages_on(rank)
-    places = {stage: place for place, stage in enumerate(held)}
-    now, peaks, more = [0] * len(held), set[tuple[int, ...]](), False
-    for kind, stage, _, _ in schedule.programs[rank]:
-        place = places[stage]
-        if kind == "F":
-            now[place] += 1
-            more = True
-        elif kind in ends:
-            if more:  # a peak: the next action frees one
-                peaks.add(tuple(now))
-            now[place] -= 1
-            more = False
-    return _front(peaks, schedule.slices)
 
 
 def _front(counts: Iterable[tuple[int, ...]], slices: int) -> tuple[tuple[float, ...], ...]:
@@ -396,10 +390,6 @@ def _front(counts: Iterable[tuple[int, ...]], slices: int) -> tuple[tuple[float,
         else:
             front.append(one)
     return tuple(tuple(n / slices for n in one) for one in front)
-
-
-def _within(one: Sequence[float], other: Sequence[float]) -> bool:
-    return all(map(le, one, other))
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from math import inf
 from operator import mul
 from typing import Any, Literal
@@ -276,23 +276,24 @@ class RankParts:
             return
         embedding = 0 if self.model.freezes or not self.first else outside(self.model, layout.tp, True, False)
         arrived = total - embedding - sum(run.many * run.block.trained for held in self.runs for run in held)
+        sends = {
+            several: self.formulas.sending(self.shards, self._buckets, layout, several=several)
+            for several in (m > 1, m > 1 and stays)
+        }
+        fullest = self.kept(self.flight.most)[0]
         for place, held in reversed([*enumerate(self.runs)] * (not self.flight.deferring)):
-            passes = [(m, self._kept_of([(each <= place) / step.slices for each in range(len(self.runs))]))]
+            # By whether there are sums of earlier micro-batches: nothing else changes what the backward pass needs.
+            passes = {m > 1: self._kept_of([(each <= place) / step.slices for each in range(len(self.runs))])}
             if layout.zero == 2 and layout.accumulate == "sharded":  # every micro-batch sends
-                passes.append((m if stays else 1, self.kept(self.flight.most)[0]))
-            for sums, kept in passes:
-                sends = partial(self._sent, sums, arrived)
-                inside, copies, gradients = self._backward(held, True, unsent=False, modules=False, sends=sends)
+                passes[m > 1 and stays] = max(fullest, passes.get(m > 1 and stays, fullest))
+            for several, kept in passes.items():
+                sent = sends[several], arrived
+                inside, copies, gradients = self._backward(held, True, unsent=False, modules=False, sends=sent)
                 inside += step.beside_gradient - step.gathered
                 yield "backward", gradients, kept + inside, 0.0, step.gathered + copies
             arrived += sum(run.many * run.block.trained for run in held)
-        copies, gradients = self._sent(m, total, 0.0)
+        copies, gradients = sends[m > 1](total)
         yield "backward", gradients, 0.0, 0.0, copies
-
-    def _sent(self, sums: int, before: float, arrived: float) -> tuple[float, float]:
-        """Returns the bytes of copies and of gradients in buckets when those of `arrived` parameters have come after
-        those `before`, in the last of `sums` micro-batches."""
-        return self.formulas.sending(self.shards, self._buckets, sums, self.layout, before + arrived)
 
     @cached_property
     def _buckets(self) -> tuple[int, ...]:
@@ -302,13 +303,20 @@ class RankParts:
         return bucket_ends(self.model, layout.tp, layout.ep_shard, kinds, ends, least, folds=layout.folds)
 
     def _backward(
-        self, held: Sequence[BlockRun], gradients: bool, *, unsent: bool, modules: bool, sends: Sends | None = None
+        self,
+        held: Sequence[BlockRun],
+        gradients: bool,
+        *,
+        unsent: bool,
+        modules: bool,
+        sends: tuple[Sends, float] | None = None,
     ) -> tuple[float, float, float]:
         """Returns the same for one stage, its blocks and gradients on their way alone. From block to block it gives up
         what it keeps and gets gradients of weights. Beside the first block in the backward pass, what is gathered
         stands for what the loss leaves; beside others it comes when the widest tensors have gone. Of blocks whose
         activations are on the host, those of the one that computes and of the one before it are here. Where buckets are
-        sent, `sends` returns what that takes, by how many parameters have gradients; the third number is of these."""
+        sent, `sends` has a function that returns what that takes, by how many parameters have gradients, and how many
+        have when the stage begins; the third number is of these."""
         blocks = self._blocks(held)
         if not blocks:
             return self.step.stream / self.step.share, 0.0, 0.0
@@ -352,8 +360,11 @@ class RankParts:
             for number in sorted({*range(min(many, 2)), *range(max(0, many - 1 - self.ahead), many)}):
                 here, copies, summed = block.opening if self.units and not first + number else inside, 0.0, 0.0
                 if sends:
-                    before = done + number * block.trained
-                    here, copies, summed = max(((size, *sends(before + own)) for size, own in block.moments), key=sum)
+                    sizes, before = sends[0], sends[1] + done + number * block.trained
+                    here, (copies, summed) = max(
+                        ((size, sizes(before + own)) for own, size in block.moments.items()),
+                        key=lambda each: each[0] + each[1][0] + each[1][1],
+                    )
                 here += stream - given_up - number * released + max(0.0, arrived + number * gained - bucket)
                 # Gradients of keys and values wait for the block that has lent them.
                 here += head + sum((borrowed | ({window: block.borrowed} if number else {})).values())

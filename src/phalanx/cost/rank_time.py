@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import astuple, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from math import ceil
 from operator import add, attrgetter, sub
@@ -403,7 +403,7 @@ def _sharded(spec: StepSpec, kind: BlockKind, block: RankTime) -> RankTime:
         parts = counts.tiled_dense, counts.tiled_experts
         within = ParameterCounts(*parts, *parts)
         tiled = state_seconds(spec, within, tiles)
-        rest = _gathering(spec, ParameterCounts(*map(sub, astuple(held), astuple(within))), block)
+        rest = _gathering(spec, ParameterCounts(*map(sub, held, within)), block)
         again = 2 if layout.recompute == "full" else 1
         there, back = max(there, rest[0] + tiled.gather), max(back, rest[1] + again * tiled.regather)
         fetched = max(fetched[0], tiled.fetch), max(fetched[1], again * tiled.fetch)

@@ -200,27 +200,40 @@ class MemoryFormulas:
         return zero == 2 and self.profile.keeps_buckets
 
     def sending(
-        self, shards: Shards, buckets: Sequence[int], micro_batches: int, layout: Layout, arrived: float
-    ) -> tuple[float, float]:
-        """Returns the bytes that a collective has copied, and those of gradients in flat buckets of ZeRO-1 or 2, when
-        those of `arrived` parameters have come in the last backward pass. `buckets`: how many have when each is full.
-        ZeRO-2 frees a bucket, but for its shard, when the next one is sent."""
+        self, shards: Shards, buckets: Sequence[int], layout: Layout, *, several: bool
+    ) -> Callable[[float], tuple[float, float]]:
+        """Returns a function of the number of parameters whose gradients have come in the last backward pass. It
+        returns the bytes that a collective has copied, and those of gradients in flat buckets of ZeRO-1 or 2.
+        `buckets`: how many have come when each is full; `several`: there are sums of earlier micro-batches. ZeRO-2
+        frees a bucket, but for its shard, when the next one is sent."""
         total = sum(trained for _, trained, _ in shards)
         moving = sum(trained for _, trained, ranks in shards if ranks > 1)
         share = sum(trained / ranks for _, trained, ranks in shards if ranks > 1)
-        full = bisect_right(buckets, arrived)
-        before, sent, filling = (buckets[n] if n >= 0 else 0 for n in (full - 2, full - 1, min(full, len(buckets) - 1)))
-        sums, several = moving / total * self.gradient, micro_batches > 1
-        if layout.zero == 1:
-            return self.profile.copies_sums * sent * sums, total * self.gradient
-        whole = filling if arrived > sent else sent
-        if several and layout.accumulate == "local":
-            whole, several = total, False
-        summed = total + sent - before if several else sent
-        copies = self.profile.copies_sums * (sent - before) * sums
-        return copies, (whole - before) * sums + summed / total * share * self.gradient + (
-            total - moving
-        ) * self.gradient
+        sums, keeps_sums = moving / total * self.gradient, several and layout.accumulate == "local"
+        # They change with the bucket, and with the first gradient of the next one.
+        known: dict[tuple[int, bool], tuple[float, float]] = {}
+
+        def sizes(full: int, begun: bool) -> tuple[float, float]:
+            before, sent, filling = (
+                buckets[n] if n >= 0 else 0 for n in (full - 2, full - 1, min(full, len(buckets) - 1))
+            )
+            if layout.zero == 1:
+                return self.profile.copies_sums * sent * sums, total * self.gradient
+            whole = total if keeps_sums else filling if begun else sent
+            summed = total + sent - before if several and not keeps_sums else sent
+            copies = self.profile.copies_sums * (sent - before) * sums
+            return copies, (whole - before) * sums + summed / total * share * self.gradient + (
+                total - moving
+            ) * self.gradient
+
+        def sends(arrived: float) -> tuple[float, float]:
+            full = bisect_right(buckets, arrived)
+            key = full, arrived > (buckets[full - 1] if full else 0)
+            if key not in known:
+                known[key] = sizes(*key)
+            return known[key]
+
+        return sends
 
     def keeps_whole(self, pp: int, *, reshard: bool) -> bool:
         """Returns whether ZeRO-3 has all of a rank's blocks whole at once."""

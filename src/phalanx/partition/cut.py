@@ -8,6 +8,7 @@ blocks.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from itertools import accumulate
 from math import inf
 from typing import NamedTuple
@@ -62,7 +63,7 @@ def stages_of(model: ModelConfig, layout: Layout, stages: int, vocab: int | None
     costs = layer_costs(model, vocab)
     own = model.n_layers - model.together
     units = LayerCosts([*costs.layers[:own], sum(costs.layers[own:])], costs.first, costs.last)
-    found = cut(units.layers, stages, units.first, units.last)
+    found = _known_cut(tuple(units.layers), stages, units.first, units.last)
     entry = catalogue.SCHEDULES.get(layout.schedule)
     if entry is not None and entry.placement == "V" and stages == 2 * layout.pp:
         found = _evened(found, units)
@@ -92,6 +93,9 @@ def cut(costs: Sequence[float], stages: int, first: float = 0, last: float = 0) 
         return before[ends] - before[begins] + extra[stage]
 
     return cut_by(cost, stages, len(costs))
+
+
+_known_cut = lru_cache(1024)(cut)
 
 
 def cut_by(cost: StageCost, stages: int, layers: int) -> tuple[range, ...]:

@@ -92,8 +92,10 @@ def document_work(
     where it is that of whole sequences. `kernel`: whether one gets documents as runs of tokens, and computes no others'
     pairs, on ranks that have whole sequences. Data ranks wait for the one with most pairs after every `waits`
     micro-batches."""
+    if not sample or not sample.lengths or slices_of(layout) > 1:
+        return None
     by_position = bool(cut_by_position(model, layout))
-    if not sample or not sample.lengths or slices_of(layout) > 1 or (by_position and layout.ring > 1):
+    if by_position and layout.ring > 1:
         return None
     degrees = Layout(cp=layout.cp, cp_ulysses=layout.cp_ulysses, cp_balance="position" if by_position else "auto")
     work, pairs = _work(model, degrees, sequences, sample, kernel)

@@ -7,7 +7,6 @@ from dataclasses import replace
 from functools import partial
 from itertools import product
 from math import gcd, inf
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -506,9 +505,6 @@ def _fastest_of(
 def part_of(search: Search, family: Family) -> Portion:
     """Returns the part of a space that is a family."""
     space = search.space
-    columns = SimpleNamespace(
-        **{name: space.column(name) for name in MeshDegrees._fields}, micro_batch=space.micro_batch.astype(np.int64)
-    )
     belongs = np.array(
         [
             [[family.options(scheduled, state, mode) for mode in RECOMPUTE] for state in STATES]
@@ -516,7 +512,7 @@ def part_of(search: Search, family: Family) -> Portion:
         ]
     )
     return Portion(
-        family.meshes(columns), lambda rows: belongs[rows.scheduled, rows.state, rows.recompute], space.sizes
+        family.meshes(search.columns), lambda rows: belongs[rows.scheduled, rows.state, rows.recompute], space.sizes
     )
 
 

@@ -50,11 +50,20 @@ def _in_flight(scheduled: Scheduled, pp: int, several: tuple[int, ...], rank: in
     return np.array([least_in_flight(scheduled, pp, n, rank) for n in several])
 
 
+MicroBatches = tuple[tuple[int, ...], NDArray[np.intp]]
+"""Different numbers of micro-batches, and the place of each pair's own among them."""
+
+
+def _different(m: NDArray[np.int32]) -> MicroBatches:
+    several, which = np.unique(m, return_inverse=True)
+    return tuple(several.tolist()), which
+
+
 def rank_activations(
     tables: Tables,
     scheduled: Scheduled,
     pp: int,
-    m: NDArray[np.int32],
+    m: MicroBatches,
     share: RankContents,
     rank: int,
     kinds: Mapping[BlockKind, Floats],
@@ -62,7 +71,7 @@ def rank_activations(
 ) -> Floats:
     """Returns the least bytes of activations at the peak of a pipeline rank, from those of the `kinds` of its blocks
     (Tables.activations, which may have an axis of recomputations first) and of the `loss`."""
-    layout = _pipeline(tables.space.base, pp, scheduled.schedule)
+    layout = _changed(tables.space.base, pp=pp, schedule=scheduled.schedule)
     slices = slices_of(layout)
     # What one block needs is there whichever comes first: the least of the kinds.
     first, *others = (kinds[kind] for kind, _ in share.blocks)
@@ -72,8 +81,8 @@ def rank_activations(
         stays = np.minimum(stays, least[..., 3])
     if slices > 1 and tables.request.model.dropout:
         stays = stays / 2  # earlier slices see, and save scores of, fewer keys: half of all
-    several, which = np.unique(m, return_inverse=True)
-    most = _in_flight(scheduled, pp, tuple(several.tolist()), rank)[which]
+    several, which = m
+    most = _in_flight(scheduled, pp, several, rank)[which]
     kept = most * share.least * stays
     moving = least[..., 1] + least[..., 2] if pp > 1 else least[..., 1]
     moving = np.maximum(moving, loss) if share.head else moving
@@ -81,8 +90,8 @@ def rank_activations(
 
 
 @lru_cache(1024)
-def _pipeline(base: Layout, pp: int, schedule: str) -> Layout:
-    return replace(base, pp=pp, schedule=schedule)
+def _changed(base: Layout, **fields: Any) -> Layout:
+    return replace(base, **fields)
 
 
 class StepBytes:
@@ -95,7 +104,7 @@ class StepBytes:
         self.entry = SCHEDULES.get(group.scheduled.schedule) if group.pp > 1 else None
         self.shards = group.shards
         self.kinds = {kind: self.tables.activations(kind, group.mode, group.inner) for kind in group.kinds}
-        self.loss = self.tables.loss(group.inner)
+        self.loss, self.different = self.tables.loss(group.inner), _different(self.m)
         self.activations = self._activations(np.zeros(len(group.shares)))
         self.states: dict[tuple[int, str], StateBytes] = {}
         self.whole: dict[bool, tuple[Floats, Floats]] = {}
@@ -104,7 +113,7 @@ class StepBytes:
         """Returns the least bytes of activations at the peak, less those that are `apart` and not there in the loss,
         and of the buffer beside them."""
         group = self.group
-        pipeline = self.tables, group.scheduled, self.pp, self.m
+        pipeline = self.tables, group.scheduled, self.pp, self.different
         ranks = zip(group.shares, group.first, apart, strict=True)
         found = [rank_activations(*pipeline, share, rank, self.kinds, self.loss - less) for share, rank, less in ranks]
         return np.array(found) + self.formulas.buffer(group.data_ranks)
@@ -117,7 +126,7 @@ class StepBytes:
         if zero == 3 and not self.formulas.profile.gathers_matrices:
             whole, activations = self._whole(reshard)
             if not self.tables.request.model.freezes:
-                layout = replace(self.tables.space.base, pp=self.pp, accumulate=accumulate)
+                layout = _changed(self.tables.space.base, pp=self.pp, accumulate=accumulate)
                 sent = self.formulas.sent_last(self._outside(reshard), self.m, layout)
                 whole = whole + sent * self.group.shared
         bucket = 0.0
@@ -214,7 +223,7 @@ class StepSeconds:
             return gather, reduce, self._interference(trained.sum(0), messages)
 
         schedule, chunks = group.scheduled
-        layout = replace(self.tables.space.base, pp=self.pp, schedule=schedule, pp_chunks=chunks)
+        layout = _changed(self.tables.space.base, pp=self.pp, schedule=schedule, pp_chunks=chunks)
         gathers = group.shared if zero3 else False
         work = work * group.parts
         return compose(work, group.count, group.blocks, self.m, group.hop, sent, gathers, layout, self.framework)
@@ -306,7 +315,7 @@ class StepSeconds:
             return found
         pairs = np.unique(exactly)
         pairs = pairs[~known[pairs]]
-        layout = replace(self.tables.space.base, pp=self.pp, schedule=schedule, pp_chunks=chunks)
+        layout = _changed(self.tables.space.base, pp=self.pp, schedule=schedule, pp_chunks=chunks)
         # The cost model rounds the shares; near a tie it may round to either side.
         (low, high), (less, most) = (
             [np.round(part[pairs] * GRID + more).astype(int).tolist() for more in (-1e-6, 1e-6)]
@@ -355,7 +364,8 @@ class Bounds:
         kept = self._kept(every, RECOMPUTE.index("full"))
         tables = self.tables
         counts = [count(tables.whole)[tables.inner_of].T / self.pp for count in (tables.numbers, tables.trained)]
-        memory = self._needed(every, counts, 3, kept / self.pp)
+        state = self._state(every, counts, 3)
+        memory = state.fullest(state.unsent, kept / self.pp, 0.0)
         return time * (1 - ROUNDING), memory * (1 - ROUNDING) + self.context
 
     def options(
@@ -370,7 +380,7 @@ class Bounds:
         for (pp,), members in grouped(self.pp[pairs]):
             some = pairs[members]
             m, inner = self.space.accumulation[some], self.tables.inner_of[some]
-            forward = self._forward[:, inner]
+            forward, states = self._forward[:, inner], dict[RankContents, list[StateBytes]]()
             options = np.unique(self.space.option_of[some]).tolist()
             here = {scheduled for number in options for scheduled in self._schedules[number]}
             for scheduled in sorted(here):
@@ -384,35 +394,60 @@ class Bounds:
                 time[members, :, scheduled] = seconds.T
                 near = np.flatnonzero((seconds <= cutoff).any(0))
                 if len(near):
-                    fits[members[near], :, scheduled] = self._bytes(some[near], pp, scheduled) <= limit
+                    fits[members[near], :, scheduled] = self._bytes(some, near, pp, scheduled, states) <= limit
         return time, fits
 
-    def rows(self, rows: Rows, limit: float = inf, runs: bool = False) -> tuple[Floats, Floats]:
-        """Returns lower bounds on the seconds and bytes of every layout. Seconds are infinite if bytes exceed `limit`.
-        `runs`: with the bubble of the schedule's own program, which is slower to compute."""
-        time, memory = np.full(len(rows), inf), np.empty(len(rows))
-        for (pp, scheduled, mode), members in grouped(self.pp[rows.pair], rows.scheduled, rows.recompute):
-            pairs, which = runs_of(rows.pair[members])
-            states = rows.state[members]
-            group = self._pipelines(pairs, pp, scheduled, mode)
+    def rows(self, rows: Rows, limit: float = inf, cutoff: float = inf) -> tuple[Floats, Floats]:
+        """Returns lower bounds on the seconds and bytes of every layout. Seconds are infinite if bytes exceed `limit`;
+        with a `cutoff` bytes are infinite instead if seconds exceed that."""
+        time, memory = np.full((2, len(rows)), inf)
+        for which, members in grouped(self.pp[rows.pair], rows.scheduled, rows.recompute):
+            near = members
+            if cutoff < inf:
+                time[members] = self._seconds(rows.pair[members], rows.state[members], which)
+                near = members[time[members] <= cutoff]
+                if not len(near):
+                    continue
+            pairs, places = runs_of(rows.pair[near])
+            states = rows.state[near]
+            group = self._pipelines(pairs, *which)
             of_bytes = StepBytes(group)
             sizes = np.empty((len(STATES), len(pairs)))
             for state in np.flatnonzero(np.bincount(states)):
                 sizes[state] = of_bytes.bytes(int(state))
             beside = np.max(overfull(self.request.cluster, *self.formulas.beside(group.shards)), 0) * (1 - ROUNDING)
-            here = sizes[states, which] * (1 - ROUNDING) + self.context[pairs][which]
-            memory[members] = np.maximum(here, beside[which] if np.ndim(beside) else beside)
-            small = memory[members] <= limit
-            if not small.any():
-                continue
-            kept, states = members[small], states[small]
-            pairs, which = runs_of(rows.pair[kept])
-            of_time = StepSeconds(group if small.all() else self._pipelines(pairs, pp, scheduled, mode))
-            seconds = np.empty((len(STATES), len(pairs)))
-            for state in np.flatnonzero(np.bincount(states)):
-                seconds[state] = of_time.seconds(int(state), which[states == state] if runs else None)
-            time[kept] = np.maximum(seconds, self.link[pairs])[states, which] * (1 - ROUNDING)
+            here = sizes[states, places] * (1 - ROUNDING) + self.context[pairs][places]
+            memory[near] = np.maximum(here, beside[places] if np.ndim(beside) else beside)
+            small = memory[near] <= limit
+            if cutoff == inf and small.any():
+                kept = near[small]
+                time[kept] = self._seconds(rows.pair[kept], states[small], which, group if small.all() else None)
         return time, memory
+
+    def exactly(self, rows: Rows) -> Floats:
+        """Returns lower bounds on the seconds of every layout with the bubble of its schedule's own program, which is
+        slower to compute."""
+        time = np.empty(len(rows))
+        for which, members in grouped(self.pp[rows.pair], rows.scheduled, rows.recompute):
+            time[members] = self._seconds(rows.pair[members], rows.state[members], which, runs=True)
+        return time
+
+    def _seconds(
+        self,
+        every: NDArray[Any],
+        states: NDArray[Any],
+        which: tuple[int, ...],
+        group: Pipelines | None = None,
+        runs: bool = False,
+    ) -> Floats:
+        """Returns lower bounds on the seconds of layouts, from their pairs and state shardings, with the same pipeline
+        and recomputation; `group` has the figures of these pairs, if they are known."""
+        pairs, places = runs_of(every)
+        of_time = StepSeconds(group or self._pipelines(pairs, *which))
+        seconds = np.empty((len(STATES), len(pairs)))
+        for state in np.flatnonzero(np.bincount(states)):
+            seconds[state] = of_time.seconds(int(state), places[states == state] if runs else None)
+        return np.maximum(seconds, self.link[pairs])[states, places] * (1 - ROUNDING)
 
     def _pipelines(self, pairs: NDArray[Any], pp: int, scheduled: int, mode: int) -> Pipelines:
         """Returns the figures of the meshes of some pairs that their bounds need."""
@@ -440,15 +475,14 @@ class Bounds:
             hop=self.hop[pairs],
         )
 
-    def _needed(
-        self, pairs: NDArray[Any], counts: Sequence[Floats], zero: int, activations: Floats, accumulate: str = "sharded"
-    ) -> Floats:
-        """Returns the bytes of a rank with so many parameters, dense and of experts, all and those that training
-        changes, without unsharded parameters of ZeRO-3."""
+    def _state(
+        self, pairs: NDArray[Any], counts: Sequence[Floats], zero: int, accumulate: str = "sharded"
+    ) -> StateBytes:
+        """Returns the bytes of the state of a rank with so many parameters, dense and of experts, all and those that
+        training changes."""
         shards, m = list(zip(*counts, self.ranks[:, pairs], strict=True)), self.space.accumulation[pairs]
         shared = self.shard_ranks[pairs] > 1
-        found = self.formulas.state(shards, self.data_ranks[pairs], zero, accumulate, m, shared=shared)
-        return found.fullest(found.unsent, activations, 0.0)
+        return self.formulas.state(shards, self.data_ranks[pairs], zero, accumulate, m, shared=shared)
 
     def _uniform(self, pairs: NDArray[Any], mode: int) -> Floats:
         """Returns the seconds of a step where all ranks of a pipeline are alike and nothing else takes time."""
@@ -495,10 +529,18 @@ class Bounds:
         m = np.broadcast_to(self.space.accumulation[pairs], least.shape)
         return SCHEDULES[schedule].idle(pp, m, chunks, least)
 
-    def _bytes(self, pairs: NDArray[Any], pp: int, scheduled: int) -> Floats:
-        """Returns the bytes at least of some pairs, by recomputation and state sharding, on the rank of a pipeline with
-        the most micro-batches in flight, without unsharded parameters of ZeRO-3."""
-        tables, which = self.tables, self.space.schedules[scheduled]
+    def _bytes(
+        self,
+        every: NDArray[Any],
+        near: NDArray[Any],
+        pp: int,
+        scheduled: int,
+        states: dict[RankContents, list[StateBytes]],
+    ) -> Floats:
+        """Returns the bytes at least of those of some pairs that are `near`, by recomputation and state sharding, on
+        the rank of a pipeline with the most micro-batches in flight, without unsharded parameters of ZeRO-3. `states`
+        are those of `every` pair, by the rank's contents, which other schedules have, too."""
+        tables, which, pairs = self.tables, self.space.schedules[scheduled], every[near]
         inner, m, data_ranks = tables.inner_of[pairs], self.space.accumulation[pairs], self.data_ranks[pairs]
         most = int(m.max())
         share, (rank, _) = max(
@@ -507,9 +549,15 @@ class Bounds:
         )
         loss, buffer = tables.loss(inner), self.formulas.buffer(data_ranks)
         kinds = {kind: tables.activations(kind, slice(None), inner) for kind, _ in share.blocks}
-        activations = buffer + rank_activations(tables, which, pp, m, share, rank, kinds, loss)
-        counts = [count(share)[inner].T for count in (tables.numbers, tables.trained)]
-        found = [self._needed(pairs, counts, zero, activations, accumulate).T for zero, _, accumulate in STATES]
+        activations = buffer + rank_activations(tables, which, pp, _different(m), share, rank, kinds, loss)
+        if share not in states:
+            counts = [count(share)[tables.inner_of[every]].T for count in (tables.numbers, tables.trained)]
+            states[share] = [self._state(every, counts, zero, accumulate) for zero, _, accumulate in STATES]
+        found = []
+        for state in states[share]:
+            fields: list[Any] = [each[near] if isinstance(each, np.ndarray) else each for each in state]
+            here = StateBytes(*fields)
+            found.append(here.fullest(here.unsent, activations, 0.0).T)
         return np.stack(found, -1) * (1 - ROUNDING) + self.context[pairs, None, None]
 
     def _hops(self) -> tuple[Floats, Floats]:

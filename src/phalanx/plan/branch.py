@@ -13,6 +13,7 @@ from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from math import inf
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import numpy as np
@@ -26,7 +27,7 @@ from phalanx.errors import JobError
 from phalanx.plan.bounds import Bounds
 from phalanx.plan.plan import Candidate
 from phalanx.plan.simplicity import EQUAL, LONG_SEQUENCE, Simplicity, TieBand, ranked, simplicity
-from phalanx.plan.space import RECOMPUTE, STATES, PlanRequest, Rows, Space, joined, space_of
+from phalanx.plan.space import RECOMPUTE, STATES, MeshDegrees, PlanRequest, Rows, Space, joined, space_of
 from phalanx.schedule.catalogue import SCHEDULES
 from phalanx.simulate.step import step_seconds
 
@@ -182,8 +183,14 @@ class Search:
         rest = rest[np.argsort(self.bounds.pp[rest], kind="stable")]
         every, progress = range(len(self.space.schedules)), self.progress if simulates else _silent
         blocks = (rows for rows, _ in self._possible(rest, found, part, every, self.limit, progress))
-        self._best_of(*self._near(_joined(blocks), found), found)
+        self._best_of(*self._near(_joined(blocks), found, counted=simulates), found)
         return found
+
+    @cached_property
+    def columns(self) -> SimpleNamespace:
+        """The degrees of the meshes and the micro-batches of the pairs, by name."""
+        columns = {name: self.space.column(name) for name in MeshDegrees._fields}
+        return SimpleNamespace(**columns, micro_batch=self.space.micro_batch.astype(np.int64))
 
     def one(self, part: Portion | None = None, below: float = inf) -> Candidate | None:
         """Returns the fastest layout, as predicted, of the space or of a part of it; None if none fits and may be
@@ -302,7 +309,7 @@ class Search:
         """Returns the rows that can fit and can be among the best, with their bounds in seconds."""
         near, times = [Rows(*np.empty((4, 0), np.int32))], [np.empty(0)]
         for rows in blocks:
-            seconds, memory = self.bounds.rows(rows, self.limit)
+            seconds, memory = self.bounds.rows(rows, self.limit, inf if counted else found.cutoff)
             fits = memory <= self.limit
             kept = fits & (seconds <= found.cutoff)
             near.append(rows.select(kept))
@@ -322,7 +329,7 @@ class Search:
             here = order[start : start + few]
             some = rows.select(here[seconds[here] <= found.cutoff])
             start, few = start + len(some), 2 * few
-            exact, _ = self.bounds.rows(some, runs=True)
+            exact = self.bounds.exactly(some)
             nearest = np.argsort(exact, kind="stable")
             for place, number in enumerate(nearest):
                 if exact[number] > found.cutoff:

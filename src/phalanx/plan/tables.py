@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Hashable
-from dataclasses import astuple, dataclass, replace
-from functools import cached_property, lru_cache
+from dataclasses import dataclass, replace
+from functools import cache, cached_property, lru_cache
 from typing import Any
 
 import numpy as np
@@ -27,6 +27,7 @@ from phalanx.cost.held import (
     Content,
     GatheredParameters,
     LayerKind,
+    ParameterCounts,
     block_parameters,
     content_of,
     gathered_outside,
@@ -251,8 +252,8 @@ class Tables:
     def _counts(self, share: RankContents) -> Floats:
         """Returns the parameters of a rank, dense and of experts, then those that training changes."""
 
-        def ask(spec: StepSpec) -> tuple[int, ...]:
-            return astuple(parameter_counts(spec.model, spec.layout, share.blocks, share.embedding, share.head))
+        def ask(spec: StepSpec) -> ParameterCounts:
+            return parameter_counts(spec.model, spec.layout, share.blocks, share.embedding, share.head)
 
         return self._figures(("counts", share), (TP, EP, ETP), ask)
 
@@ -310,24 +311,41 @@ class Tables:
         request, found = self.request, []
         base = self.space.base
         widths = wire_widths(base, request.framework, request.products, request.width, request.model)
-        for tp, shard, replicate, ep, etp in self.outer.tolist():
+
+        @cache
+        def messages(
+            tp: int, shard: int, replicate: int, ep: int = 1, etp: int = 0, *, experts: bool
+        ) -> tuple[Floats, Floats]:
+            """Returns seconds per parameter and those of an empty message, of dense parameters or of experts."""
             layout = Layout(tp=tp, dp_shard=shard, dp_replicate=replicate, ep=ep, etp=etp, hpz=base.hpz, sync=base.sync)
-            codes = conversion_seconds(
-                request.cluster.accelerator, replace(base, dp_shard=shard, dp_replicate=replicate, cp=1)
-            )
-            slopes, starts = np.zeros((2, 3, 2))
-            for place, among in enumerate((groups(layout), groups(layout, experts=True))):
-                ranks = among["shard"].ranks
-                sizes = {name: width / ranks for name, width in widths.items()}
-                coded = base.quantise_gradients != "none"
-                for message in state_messages(ranks, **sizes, near=near_of(layout, among), coded=coded):
-                    slope, start = line(request.cluster, message.collective, among[message.among])
-                    row = min(2, PURPOSES.index(message.purpose))  # replicas sum when gradients are reduced
-                    slopes[row, place] += slope * message.size + codes[message.purpose]
-                    starts[row, place] += start
+            among, (slopes, starts) = groups(layout, experts=experts), np.zeros((2, 3))
+            ranks = among["shard"].ranks
+            sizes = {name: width / ranks for name, width in widths.items()}
+            coded, codes = base.quantise_gradients != "none", codes_of(shard, replicate)
+            for message in state_messages(ranks, **sizes, near=near_of(layout, among), coded=coded):
+                slope, start = line(request.cluster, message.collective, among[message.among])
+                row = min(2, PURPOSES.index(message.purpose))  # replicas sum when gradients are reduced
+                slopes[row] += slope * message.size + codes[message.purpose]
+                starts[row] += start
+            return slopes, starts
+
+        @cache
+        def codes_of(shard: int, replicate: int) -> dict[str, float]:
+            layout = replace(base, dp_shard=shard, dp_replicate=replicate, cp=1)
+            return conversion_seconds(request.cluster.accelerator, layout)
+
+        @cache
+        def gathers(tp: int, shard: int, replicate: int) -> tuple[float, float, float]:
+            """Returns seconds of an empty message and per byte, and the share of the bytes that a rank sends."""
+            layout = Layout(tp=tp, dp_shard=shard, dp_replicate=replicate, sync=base.sync)
             beside = group(layout, "shard" if shard > 1 else "summed")
             byte, started = line(request.cluster, "all_gather", beside)
-            found.append((*slopes.flat, *starts.flat, started, byte, 1 - 1 / beside.ranks))
+            return started, byte, 1 - 1 / beside.ranks
+
+        for each in self.outer.tolist():
+            dense, experts = messages(*each[:3], experts=False), messages(*each, experts=True)
+            both = (column for pair in zip(dense, experts, strict=True) for column in np.stack(pair, 1).flat)
+            found.append((*both, *gathers(*each[:3])))
         return np.array(found)
 
 

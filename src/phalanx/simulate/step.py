@@ -163,7 +163,7 @@ def rank_seconds(spec: StepSpec, schedule: Schedule, rank: int, disturbance: Dis
             # It computes with the first stage's embedding, which is on the same rank.
             copied = table(spec.model, spec.layout.tp)
             trained = 0 if spec.model.freezes else copied
-            held = replace(held, dense=held.dense - copied, trained_dense=held.trained_dense - trained)
+            held = held._replace(dense=held.dense - copied, trained_dense=held.trained_dense - trained)
         state[stage] = _state(spec, held, contents[stage].blocks, disturbance)
     zero3, overlaps = gathers_parameters(spec.layout), spec.framework.dp_overlaps
     whole = held_by(spec, content)
