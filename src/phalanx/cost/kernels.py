@@ -176,6 +176,8 @@ class Seconds:
     """The part of `forward` that selective recomputation repeats."""
     cheap: float = 0.0
     """The part of `forward` that recompute=products repeats, memory-bound work without products; or recompute=mlp."""
+    unrepeated: float = 0.0
+    """The part of `forward` that recompute=full does not repeat."""
     products: float = 0.0
     """The part of forward and backward in matrix products."""
     host_forward: float = 0.0
