@@ -36,7 +36,7 @@ MOST_LINES = {
     "cli": 7668,
     "comm": 2180,
     "config": 6659,
-    "cost": 7269,
+    "cost": 7295,
     "data": 6778,
     "dryrun": 2720,
     "evaluate": 670,
