@@ -36,7 +36,7 @@ MOST_LINES = {
     "cli": 7673,
     "comm": 2139,
     "config": 6662,
-    "cost": 7290,
+    "cost": 7316,
     "data": 6793,
     "dryrun": 2700,
     "evaluate": 663,

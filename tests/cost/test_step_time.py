@@ -97,6 +97,20 @@ def test_gathering_in_narrow_links_shows() -> None:
     assert step_parts(slow).exposed["dp_shard"] > 5 * fast.exposed["dp_shard"]
 
 
+def test_a_compiler_removes_what_no_gradient_needs_and_sums_over_slices_late() -> None:
+    maxtext = FRAMEWORKS["maxtext"]
+    layout = Layout(dp_replicate=4, dp_shard=16, recompute="full", micro_batch=1)
+    found, plain, early = (
+        step_parts(spec(layout, 64, framework=framework))
+        for framework in (maxtext, replace(maxtext, unrepeated=()), replace(maxtext, sums_late=False))
+    )
+    assert 0.7 < found.recompute / plain.recompute < 0.8, "an MLP's last product is a quarter of a forward pass"
+    parameters = count(PRESETS["llama3-8b"])
+    late = seconds(cluster_of("dgx-h100:8"), "all_reduce", 4 * parameters / 16, RankGroup(4, 16))
+    assert found.exposed["dp_replicate"] == pytest.approx(late, rel=0.01), "in fp32, beside nothing"
+    assert early.exposed.get("dp_replicate", 0.0) == 0
+
+
 def test_owners_that_broadcast_their_tensors_wait_for_every_rank_of_the_ring() -> None:
     owners = replace(MEGATRON_CORE, broadcasts=True)
 

@@ -211,6 +211,14 @@ def test_memory_in_half_precision_is_predicted_on_every_device(name, layout, dev
         assert predicted[found.coordinates.get("pp", 0)].allocated == pytest.approx(found.peak, rel=BOUND)
 
 
+@pytest.mark.parametrize("name", ["llama", "gpt"])
+def test_tiles_send_their_gradients_one_by_one(name):
+    layout = Layout(dp_shard=4, zero=3, tiles=4, micro_batch=1, recompute="full", loss_chunk=64)
+    job = job_of(name, layout)
+    expected = step_memory(rank_spec(job, VOCAB, "cpu"))[0]
+    assert expected.allocated == pytest.approx(rehearse(job, 0, VOCAB, "cpu").peak, rel=BOUND)
+
+
 @pytest.mark.parametrize(("name", "layout"), covering(CELLS, size=1), ids=named)
 def test_what_is_predicted_is_what_the_program_does(name, layout):
     model, job, sequences = MODELS[name], job_of(name, layout), 4 * layout.data_ranks

@@ -23,7 +23,7 @@ from phalanx.cost.held import BlockParameters, LayerKind, block_parameters, expe
 from phalanx.cost.spec import StepSpec
 from phalanx.cost.state_formulas import formulas_of
 from phalanx.partition.derived import Mode, gathers_parameters, slices_of, splits_backward
-from phalanx.partition.tensor_slices import head_tiles
+from phalanx.partition.tensor_slices import head_tiles, layers_of
 
 
 class Moment(NamedTuple):
@@ -57,11 +57,14 @@ _BY_CORE = "queries", "keys, values", "keys", "values", "latents", "index querie
 
 
 @lru_cache(maxsize=4096)
-def backward_moments(place: Place, kind: LayerKind, *, splits: bool = False) -> tuple[Moment, ...]:
+def backward_moments(
+    place: Place, kind: LayerKind, *, splits: bool = False, tiles: int = 1, tiled: frozenset[str] = frozenset()
+) -> tuple[Moment, ...]:
     """Returns the moments of the backward pass of a block, operator by operator, of a micro-batch or of the last of its
     slices. An operator has the gradient of its output, and one of its input for every matrix that reads it; then it
     gives up what it has saved, but with deferred weight gradients (`splits`) not what these need. The gradient of the
-    residual stream is left out, but for what sequence parallelism gathers of it."""
+    residual stream is left out, but for what sequence parallelism gathers of it. Layers that are `tiled` send the
+    gradient of each of their `tiles` when it is there."""
     model, scale, tokens = place.model, place.width / place.slices, place.tokens / place.slices
     operators = [(each, half) for half in HALVES[::-1] for each in _backward_order(place, kind.block, half)]
     held = _held(place, [each for each, _ in operators], kind.recompute)
@@ -78,7 +81,10 @@ def backward_moments(place: Place, kind: LayerKind, *, splits: bool = False) -> 
             both = arriving if kind.block.routed and model.moe.n_shared and not place.folds else 0.0
         mine = [each for each in held if each.last >= number]
         here = live + waiting + sum([each.size if each.first <= number else each.kept for each in mine])
-        own = sum(each.size_on(place.tp, place.ep_shard) for each in operator.weights if not each.frozen)
+        trained = [each for each in operator.weights if not each.frozen]
+        in_tiles = tiles > 1 and any(each.tiled and layers_of(each.name) in tiled for each in trained)
+        share = tiles if in_tiles else 1
+        own = sum(each.size_on(place.tp, place.ep_shard) // share for each in trained)
         experts = 1 if operator.name.startswith("experts.") else 2 if experts else 0
         matrices = [each for each in operator.matrices if not is_adapter(each.name)]
         if matrices:
@@ -103,7 +109,8 @@ def backward_moments(place: Place, kind: LayerKind, *, splits: bool = False) -> 
                 here += whole
             # Beside an adapter's gradient and their sum.
             for times, (weight, shape) in enumerate(zip(matrices, shapes, strict=True), 1 + adapted * (1 + splits)):
-                done += 0 if weight.frozen else weight.size_on(place.tp, place.ep_shard)
+                gradient = 0 if weight.frozen else weight.size_on(place.tp, place.ep_shard) // share
+                done = gradient if in_tiles else done + gradient
                 beside = max(arriving, inputs * adapted)  # the gradient of the output goes before the sum is made
                 found.append(Moment(here + beside + times * inputs, waits + done, arrived + done, experts))
                 arriving -= row * shape[-2] if len(shapes) > 1 else 0
@@ -134,7 +141,7 @@ def backward_moments(place: Place, kind: LayerKind, *, splits: bool = False) -> 
             needed -= sum(each.size for each in mine if each.first == each.last == number)
             found.append(Moment(here + max(arriving, needed), own, arrived + own, experts))
         waits += own * (place.redundant > 0 and experts == 1)  # an expert's gradients wait for those of its copies
-        arrived, adapted = arrived + own, operator.name.endswith(A)
+        arrived, adapted = arrived + own * (not in_tiles), operator.name.endswith(A)
     return tuple(found)
 
 
@@ -359,7 +366,8 @@ class BlockBytes:
         batch = whole_place._replace(sequences=step.spec.batch.micro_batch, documents=step.spec.documents is not None)
         # Where nothing in particular is repeated, all is there from the start.
         alike = kind if kind.recompute in ("products", "mlp") else kind._replace(recompute="none")
-        moments = backward_moments(batch, alike, splits=step.splits)
+        tiles = layout.tiles if gathers_parameters(layout) and layout.reshard else 1
+        moments = backward_moments(batch, alike, splits=step.splits, tiles=tiles, tiled=layout.tiled_layers)
         if kind.recompute == "full" and kind.block.routed and (layout.ep > 1 or layout.tp > 1):
             moments += (_experts_again(batch, kind.block),)
         before = [(each.arrived - each.own, again + each.size + each.own * width) for each in moments]

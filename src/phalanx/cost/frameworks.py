@@ -109,6 +109,7 @@ def as_recipe(framework: Framework, recipe: Mapping[str, Any]) -> Framework:
         narrow_attention=recipe.get("fp8_attention", False),
         fused_experts=recipe.get("fused_experts", False),
         wide_blocks=recipe.get("wide_blocks", 0.0),
+        unrepeated=(*framework.unrepeated, *recipe.get("saves", ())),
         windows=recipe.get("windows", framework.windows),
         memory_profile=replace(framework.memory_profile, repeats=tuple(recipe.get("recomputes", ())), **held),
         **launched,

@@ -54,6 +54,9 @@ written for, by kernel: FlashAttention (Dao et al. 2022), FlashAttention-2 (Dao 
 0.63 of the peak of an A100), FlashAttention-3 and cuDNN 9 in clusters (Shah et al. 2024, figures 5 and 6: at most 640
 and 550 TFLOP/s of an H100), and cuDNN 9 as torch 2.11 calls it on one device: both passes together 533 TFLOP/s alone,
 470 and 500 in steps with heads of 128, 321 with heads of 64 (one H200, tests/cost/one_device.yaml)."""
+SOFTMAX_BACKWARD = 1
+"""Passes over the scores that softmax and dropout have more in the backward pass: the gradient of a softmax reads its
+result, too (Megatron-LM, scaled_upper_triang_masked_softmax.h)."""
 EAGER_SOFTMAX = 13.5, 4
 """Passes over the scores in 16 bits, and kernels, that a softmax in eager mode has more than a fused one: a copy in
 fp32, its scale, its mask, the softmax, and a copy in 16 bits move 31 bytes per score instead of 4 (Megatron-LM,
@@ -176,6 +179,8 @@ class Seconds:
     """The part of `forward` that selective recomputation repeats."""
     cheap: float = 0.0
     """The part of `forward` that recompute=products repeats, memory-bound work without products; or recompute=mlp."""
+    unrepeated: float = 0.0
+    """The part of `forward` that recompute=full does not repeat."""
     products: float = 0.0
     """The part of forward and backward in matrix products."""
     host_forward: float = 0.0
@@ -347,5 +352,5 @@ def _attention(
     eager = heads % framework.softmax_heads > 0
     passes, launches = framework.softmax_passes + EAGER_SOFTMAX[0] * eager, 4 + EAGER_SOFTMAX[1] * eager
     forward += stream_seconds(device, passes * pairs, launches)
-    backward += stream_seconds(device, passes * pairs, launches)
+    backward += stream_seconds(device, (passes + SOFTMAX_BACKWARD) * pairs, launches)
     return steps * forward, steps * backward, (4 + launches) * ceil(steps)

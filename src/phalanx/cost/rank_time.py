@@ -278,6 +278,10 @@ def half_times(spec: StepSpec, kind: BlockKind, half: Half, modes: Sequence[Mode
     by_mode = dict.fromkeys(modes, seconds)
     if "mlp" in by_mode:
         by_mode["mlp"] = _with_repeated(seconds, [each for each in work if each.repeated], spec, slowdown)
+    if "full" in by_mode and framework.unrepeated:
+        kept = [each for each in work if each.name in framework.unrepeated]
+        saved = operator_seconds(device, kept, framework, spec.products, layout.tp, slowdown=slowdown).forward
+        by_mode["full"] = replace(by_mode["full"], unrepeated=saved)
     if layout.tp > SOCKET_DEVICES:
         by_mode = {mode: each.launched(framework.across_sockets) for mode, each in by_mode.items()}
     return [
@@ -379,7 +383,7 @@ def _with_uniform_recompute(spec: StepSpec, mode: Mode) -> StepSpec:
 def _recomputed(spec: StepSpec, mode: Mode, seconds: Seconds) -> float:
     """Returns the seconds of work that the backward pass repeats."""
     if mode == "full":
-        return seconds.forward
+        return seconds.forward - seconds.unrepeated
     if mode in ("products", "mlp"):
         return seconds.cheap
     if mode == "selective":

@@ -87,6 +87,12 @@ class Framework(Hashed):
     """Whether tensor ranks gather the logits, of which each computes the whole loss."""
     dp_overlaps: bool = True
     """Whether gradients are reduced, and parameters gathered, while other layers compute."""
+    unrepeated: tuple[str, ...] = ()
+    """recompute=full: operators of a block that the backward pass does not repeat: JAX's checkpoint removes the last
+    product of an MLP, whose result no gradient needs, and what a policy saves stays."""
+    sums_late: bool = False
+    """Whether replicas of the shards sum their gradients after the backward pass, in the parameters' type: JAX's scan
+    over layers returns the gradients of all layers together."""
     broadcasts: bool = False
     """zero=1: whether every tensor has an owner, as in the optimizers of Colossal-AI and InternLM: gradients are summed
     on all data ranks, and after the step each owner broadcasts its tensors while nothing computes."""

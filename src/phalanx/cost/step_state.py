@@ -199,14 +199,16 @@ def state_seconds(spec: StepSpec, held: ParameterCounts, parts: int = 1) -> Stat
                     once = seconds(spec.cluster, message.collective, message.size, among[message.among])
                     totals[message.purpose] += parts * once + numbers * codes[message.purpose]
     fetch = fetch_seconds(spec, *held.sent(layout, "parameter"))
-    # Shards are summed in another form after the backward pass (synchronization_seconds).
-    beside = 0.0 if sums_late(layout) else totals["sum"]
+    # Late sums follow the backward pass (synchronization_seconds).
+    beside = 0.0 if sums_late(spec) else totals["sum"]
     return StateSeconds(totals["gather"], totals["regather"], totals["reduce"] + beside, fetch, totals["sum"] - beside)
 
 
-def sums_late(layout: Layout) -> bool:
+def sums_late(spec: StepSpec) -> bool:
     """Returns whether replicas sum their gradients after the backward pass."""
-    return layout.compression != "none" and (layout.shard_ranks > 1 or derived.gathers_parameters(layout))
+    layout = spec.layout
+    of_shards = layout.shard_ranks > 1 or derived.gathers_parameters(layout)
+    return spec.framework.sums_late or (layout.compression != "none" and of_shards)
 
 
 def _owned_seconds(spec: StepSpec, held: ParameterCounts, parts: int) -> StateSeconds:
@@ -267,7 +269,7 @@ def wire_widths(
     return {
         "gathered": derived.wire_width(layout.quantise_weights, widths["parameter"]),
         "reduced": derived.wire_width(layout.quantise_gradients, gradient),
-        "summed": gradient * sent,
+        "summed": ((framework.sums_late and framework.memory_profile.parameter_bytes) or gradient) * sent,
     }
 
 
@@ -307,7 +309,7 @@ def synchronization_seconds(spec: StepSpec, held: ParameterCounts) -> float:
     the backward pass: compressed sums of shards."""
     layout = spec.layout
     if layout.independent_replicas == 1:
-        return state_seconds(spec, held).late if sums_late(layout) else 0.0
+        return state_seconds(spec, held).late if sums_late(spec) else 0.0
     if layout.sync == "asp":
         widths = state_widths(spec.framework, spec.products, spec.width)["gradient"], spec.width
         server = RankGroup(2, group(layout, "replicate").stride)
