@@ -41,7 +41,7 @@ def techniques_of(case: Iterable[Any]) -> set[Hashable]:
         elif field == "recompute":
             techniques.add("recompute=full" if value == "full" else "recompute a part")
         elif field not in ("accumulation", "bucket_mb", "loss_chunk", "micro_batch", "pp_slices", "prefetch"):
-            techniques.add(f"zero={value}" if field == "zero" else field)
+            techniques.add(f"{field}={value}" if field in ("zero", "compression") else field)
     if "dp_shard" in techniques and not techniques & {"zero=1", "zero=2"}:
         techniques.add("zero=3")
     return techniques
