@@ -26,6 +26,10 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	$(BIN)/python -m pip install $$quiet --disable-pip-version-check -c constraints.txt $$extra -e '.[dev]'
 	@touch $@
 
+$(VENV)/.documented: $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
+	@touch $@
+
 train: setup ## train a small GPT on this machine, in the layout that the planner chooses: ARGS='train.steps=50'
 	$(BIN)/phalanx train $(JOB) layout=auto $(ARGS)
 
@@ -63,7 +67,8 @@ static: setup ## prove the sums over ranks of every layout of verify that --stat
 	PHALANX_STATIC=1 $(BIN)/python -m pytest tests/dryrun/test_sums.py -k no_sum $(ARGS)
 
 whole: setup ## run the whole tables of the tests that try every pair of their parts: minutes
-	PHALANX_WHOLE=1 $(BIN)/python -m pytest tests/parallel tests/plan/test_choice.py $(ARGS)
+	PHALANX_WHOLE=1 $(BIN)/python -m pytest tests/parallel tests/train tests/generate tests/plan tests/verify tests/extend \
+		tests/benchmarks/test_gpu.py tests/machine/test_calibration.py $(ARGS)
 
 lora: setup ## compare adapters in every layout: bytes sent, and memory (a quarter of an hour)
 	PHALANX_LORA=1 $(BIN)/python -m pytest tests/parallel/test_lora_layouts.py tests/train/test_memory.py $(ARGS)
@@ -103,8 +108,7 @@ lock: ## write uv.lock again: every package with the versions of constraints.txt
 wheel: ## build the wheel, and try it in a fresh environment: two minutes
 	PYTHON=$(PYTHON) .ci/wheel
 
-docs: setup ## build the documentation site, dist/site/index.html; a broken link fails
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
+docs: $(VENV)/.documented ## build the documentation site, dist/site/index.html; a broken link fails
 	$(BIN)/python docs/stage_site.py
 	$(BIN)/zensical build --clean --strict
 

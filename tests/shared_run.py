@@ -21,6 +21,24 @@ import warm
 
 UNDISTURBED = ("cli", "launch", "machine", "trackers", "serve", "benchmarks", "train", "data")
 """Folders of tests that measure time or send signals."""
+LONG = (
+    "train/test_predicted_memory.py",
+    "parallel/test_context.py",
+    "parallel/test_pipeline.py",
+    "train/test_memory.py",
+    "train/test_offload.py",
+    "dryrun/test_sums.py",
+    "parallel/test_composition.py",
+    "parallel/test_context_and_experts.py",
+    "train/optimizers/test_optimizer_layouts.py",
+    "parallel/test_structure.py",
+    "verify/test_measure.py",
+    "dryrun/test_rehearse.py",
+    "plan/test_choice.py",
+    "dryrun/test_chain.py",
+)
+"""Files of half a minute and more, the longest first: with these the processes that come from the back begin, so that
+none of them is begun last, while a core is idle."""
 BESIDE = pytest.StashKey[dict[int, Path]]()
 """The processes beside this one, with the files that they write their reports to."""
 NICENESS = 10
@@ -36,7 +54,7 @@ def pytest_runtestloop(session: pytest.Session) -> bool | None:
     if not config.option.beside or session.testsfailed or config.option.collectonly:
         return None
     files = [[*items] for _, items in groupby(session.items, lambda item: item.path)]
-    files.sort(key=lambda items: _room(items[0]) not in UNDISTURBED)
+    files.sort(key=lambda items: _place(items[0]))
     folder = Path(tempfile.mkdtemp())
     beside = config.stash[BESIDE] = dict[int, Path]()
     for number in range(config.option.beside):
@@ -89,8 +107,10 @@ def _write_to(report: Path, config: pytest.Config) -> None:
     capture.suspend_global_capture()
 
 
-def _room(item: pytest.Item) -> str:
-    return item.path.relative_to(Path(__file__).parent).parts[0]
+def _place(item: pytest.Item) -> tuple[int, bool]:
+    path = item.path.relative_to(Path(__file__).parent)
+    name = path.as_posix()
+    return LONG[::-1].index(name) + 1 if name in LONG else 0, path.parts[0] not in UNDISTURBED
 
 
 def _claimed(files: list[list[pytest.Item]], folder: Path) -> Iterator[pytest.Item]:

@@ -125,34 +125,40 @@ JUDGED = (
     ("llama", "pp=2,schedule=pipedream,accumulation=2 model.n_layers=3"),
     ("llama", "pp=2,schedule=pipedream_stash,accumulation=2 model.n_layers=3 optimizer.clip=0"),
     ("shared keys", "dp_shard=2,reshard=false,accumulation=2 model.n_layers=4"),
-    ("further tokens", "pp=2,schedule=terapipe,pp_slices=4,accumulation=2 model.n_layers=4"),
+    ("further tokens", "pp=2,schedule=terapipe,pp_slices=2,accumulation=2 model.n_layers=4"),
     ("gpt", "dp_replicate=2,dp_shard=2,zero=1 model.n_layers=2"),
-    ("gpt", "cp=4,cp_ulysses=2,cp_inner=ring model.n_layers=2"),
-    ("gpt", "dp_shard=4,ep=4,ep_node=2 model.n_layers=2"),
-    ("gpt", "dp_shard=2,tp=2,ep=4,etp=1,zero=1,sp=true model.n_layers=2"),
+    ("gpt", "cp=4,cp_ulysses=2,cp_inner=ring model.n_layers=1"),
+    ("gpt", "dp_shard=4,ep=4,ep_node=2 model.n_layers=1"),
+    ("gpt", "dp_shard=2,tp=2,ep=4,etp=1,zero=1,sp=true model.n_layers=1"),
     ("gpt", "dp_shard=4,hpz=2,accumulation=2 model.n_layers=2"),
-    ("llama", "dp_shard=2,cp=2,cp_ulysses=2,ep=4,zero=1,recompute=mlp,loss_chunk=24 model.n_layers=2"),
+    ("llama", "dp_shard=2,cp=2,cp_ulysses=2,ep=4,zero=1,recompute=mlp,loss_chunk=24 model.n_layers=1"),
     (
         "llama",
-        "dp_shard=2,pp=2,ep=2,zero=2,schedule=interleaved_1f1b,recompute=selective,loss_chunk=24 model.n_layers=5",
+        "dp_shard=2,pp=2,ep=2,zero=2,schedule=interleaved_1f1b,accumulation=2,recompute=selective,loss_chunk=24 "
+        "model.n_layers=5",
     ),
-    ("llama", "cp=2,cp_ulysses=2,pp=2,ep=2,schedule=dualpipe,recompute=products,loss_chunk=24 model.n_layers=3"),
-    ("llama", "dp_replicate=2,cp=2,cp_ulysses=2,ep=2,recompute=full,loss_chunk=24 model.n_layers=2"),
-    ("llama", "dp_replicate=2,pp=2,schedule=zb_h1,recompute=selective model.n_layers=3"),
-    ("llama", "dp_shard=2,pp=2,zero=1,schedule=zb_v model.n_layers=5"),
-    ("llama", "dp_replicate=2,tp=2,sp=true model.n_layers=2"),
-    ("llama", "cp=2,tp=2,zero=2,sp=true,recompute=mlp model.n_layers=2"),
-    ("experts", "dp_replicate=2,dp_shard=2,zero=2,accumulate=sharded,accumulation=2,micro_batch=3 model.n_layers=2"),
+    (
+        "llama",
+        "cp=2,cp_ulysses=2,pp=2,ep=2,schedule=dualpipe,accumulation=2,recompute=products,loss_chunk=24 "
+        "model.n_layers=3",
+    ),
+    ("llama", "dp_replicate=2,cp=2,cp_ulysses=2,ep=2,recompute=full,loss_chunk=24 model.n_layers=1"),
+    ("llama", "dp_replicate=2,pp=2,schedule=zb_h1,accumulation=2,recompute=selective model.n_layers=3"),
+    ("llama", "dp_shard=2,pp=2,zero=1,schedule=zb_v,accumulation=2 model.n_layers=5"),
+    ("chosen keys", "dp_replicate=2,tp=2,sp=true model.n_layers=1"),
+    ("llama", "cp=2,tp=2,zero=2,sp=true,recompute=mlp model.n_layers=1"),
+    ("experts", "dp_replicate=2,dp_shard=2,zero=2,accumulate=sharded,accumulation=2,micro_batch=3 model.n_layers=1"),
     (
         "latent",
-        "tp=2,pp=2,sp=true,sp_regather=true,accumulation=4,recompute_cut=1*full+2*selective+1*none model.n_layers=4",
+        "tp=2,pp=2,sp=true,sp_regather=true,accumulation=2,recompute_cut=1*full+2*selective+1*none model.n_layers=4",
     ),
     ("experts", "cp=2,ep=2,dispatch=tokens,ep_overlap=true,recompute=full model.n_layers=2"),
     ("experts", "dp_shard=4,ep=4,ep_node=2,zero=2,redundant_experts=2,accumulation=2 model.n_layers=2"),
-    ("chosen keys", "dp_shard=2,tp=2,tiles=2,tile=all,sp=true,recompute=full model.n_layers=2"),
+    ("gpt", "dp_shard=2,tp=2,tiles=2,tile=all,sp=true,recompute=full model.n_layers=1"),
 )
 """Of `matrix`, models and layouts on up to 4 ranks in which every pair of PAIRED meets, and everything else is; but
-several sequences stand where no ring takes each of their documents apart."""
+several sequences stand where no ring takes each of their documents apart, pipelines have two micro-batches, and models
+one layer where layers have nothing to do with each other."""
 PAIRED = {"dp_replicate", "dp_shard", "tp", "pp", "cp", "ep", "etp", "sp", "zero", "accumulation"}
 VALUES = {"zero", "schedule", "recompute", "offload", "accumulate"}
 """Fields of which each value counts as its own kind of layout."""
@@ -185,7 +191,10 @@ LAYOUTS = (
     *JUDGED,
     ("further tokens", "dp_shard=2,tp=2,zero=3"),
     ("experts", "dp_shard=2,tp=2,zero=3"),
-    ("experts", "dp_shard=2,tp=2,pp=2,zero=1 model.n_layers=3"),  # one shard of two has sums over tensor ranks
+    (
+        "experts",
+        "dp_shard=2,tp=2,pp=2,zero=1,accumulation=2 model.n_layers=3",
+    ),  # one shard of two has sums over tensor ranks
     ("gpt", "dp_replicate=2,tp=2,sync=diloco"),
     ("llama", "dp_replicate=2,dp_shard=2,zero=2,compression=int8"),
     *(

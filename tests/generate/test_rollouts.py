@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from covering import also_whole
 from phalanx.check.job import problems_of
 from phalanx.config.cluster import Cluster
 from phalanx.config.clusters import cluster_of
@@ -103,13 +104,10 @@ def predicted(job: Job) -> dict:
 @pytest.mark.parametrize(
     "line",
     [
-        "dp_replicate=2,dp_shard=2,zero=1",
         "dp_shard=2,zero=3",
         "tp=2,sp=true",
-        "pp=2,micro_batch=2",
-        "cp=2",
-        "dp_shard=2,tp=2,loss_chunk=5",
         "pp=2,cp=2,micro_batch=4,schedule=interleaved_1f1b,pp_chunks=2",
+        *also_whole("dp_replicate=2,dp_shard=2,zero=1", "pp=2,micro_batch=2", "cp=2", "dp_shard=2,tp=2,loss_chunk=5"),
     ],
 )
 def test_any_layout_generates_and_trains_as_one_process(ranks, alone, line):
@@ -278,7 +276,7 @@ def test_advantages_and_weights_are_those_of_the_papers():
     assert rollouts.advantages_of(rewards, 4, scale="none")[:4].tolist() == [0.75, *[-0.25] * 3]
 
 
-@pytest.mark.parametrize("line", ["dp_shard=2,ep=2", "dp_shard=4,ep=2,zero=3"])
+@pytest.mark.parametrize("line", ["dp_shard=2,ep=2", *also_whole("dp_shard=4,ep=2,zero=3")])
 def test_ranks_with_other_experts_generate_with_all_of_them(ranks, job, line):
     mixture = dataclasses.replace(job.model, n_layers=2, moe=MoE(n_experts=4, top_k=2, d_ff=16))
     short = change(dataclasses.replace(job, model=mixture), "train", steps=2)
@@ -290,7 +288,7 @@ def test_ranks_with_other_experts_generate_with_all_of_them(ranks, job, line):
     assert curve(other) == pytest.approx(curve(one), rel=1e-9, abs=1e-12)
 
 
-@pytest.mark.parametrize("line", ["pp=2,micro_batch=1", "dp_shard=2,micro_batch=1"])
+@pytest.mark.parametrize("line", ["pp=2,micro_batch=1", *also_whole("dp_shard=2,micro_batch=1")])
 def test_generation_is_predicted_and_rehearsed(job, line):
     """Memory at its fullest moment, the cache, equals the rehearsed program's; time grows with the new tokens alone."""
     layout, grpo = parse(line), dataclasses.replace(job.train.grpo, group=16, max_new_tokens=400)

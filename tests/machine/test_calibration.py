@@ -93,24 +93,26 @@ def test_16_bits_are_measured_as_such(few):
     assert (device.bf16_tflops > 0, device.fp32_tflops) == (True, 0)
 
 
+def shorten(patch):
+    """Blocks so small that no operation of theirs waits for several threads."""
+    patch.setattr(compute, "SMALL_MODEL", compute.TINY_MODEL)
+    patch.setattr(compute, "SEQUENCES", 1)
+
+
 def measure_few(ranks):
     """The same in a rank, where the fixture does not reach."""
-    before = compute.products_of, compute.sequence_lengths, compute.stream_sizes, compute.SUSTAINED_REPEAT_S
-    budget, clock.QUICK_BUDGET_S = clock.QUICK_BUDGET_S, 0.0
-    compute.products_of = lambda unit, quick: [Shape("n × n × n", n, n, n) for n in (64, 128)]
-    compute.sequence_lengths, compute.stream_sizes, compute.SUSTAINED_REPEAT_S = (
-        lambda unit, quick: [],
-        lambda quick: [2**24],
-        {True: 0.001},
-    )
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(clock, "QUICK_BUDGET_S", 0.0)
+        patch.setattr(compute, "products_of", lambda unit, quick: [Shape("n × n × n", n, n, n) for n in (64, 128)])
+        patch.setattr(compute, "sequence_lengths", lambda unit, quick: [])
+        patch.setattr(compute, "stream_sizes", lambda quick: [2**24])
+        patch.setattr(compute, "SUSTAINED_REPEAT_S", {True: 0.001})
+        shorten(patch)
         return measure(ranks)
-    finally:
-        compute.products_of, compute.sequence_lengths, compute.stream_sizes, compute.SUSTAINED_REPEAT_S = before
-        clock.QUICK_BUDGET_S = budget
 
 
-def test_ranks_that_measure_together_agree(ranks):
+def test_ranks_that_measure_together_agree(ranks, monkeypatch):
+    shorten(monkeypatch)
     one, other = ranks(measure_few, 2)
     assert one == other
     assert (one.sharing.processes, one.sharing.alone_products > 0, one.sharing.alone_streams > 0) == (2, True, True)

@@ -4,8 +4,9 @@ import dataclasses
 
 import pytest
 
-from covering import covering
+from covering import pairs_of_techniques
 from parallel.steps import steps
+from parallel.test_composition import CASES as PLAIN_CASES
 from parallel.test_composition import GPT, LLAMA, VOCAB, compare_and_check_bytes
 from phalanx.check.job import problems_of
 from phalanx.config import layout_line
@@ -45,7 +46,7 @@ DEEPSEEK = dataclasses.replace(
     mla=MLA(q_rank=16, kv_rank=8, rope_head_dim=4, nope_head_dim=8, v_head_dim=6),
 )
 MODELS = {"dense": DENSE, "mixtral": MIXTRAL, "capacity": CAPACITY, "deepseek": DEEPSEEK}
-CASES = [
+TABLE = [
     ("dense", "cp=2,zero=1,accumulation=2"),
     ("dense", "cp=4,zero=2,recompute=selective"),
     ("dense", "cp=2,cp_ulysses=2,accumulate=sharded,accumulation=2"),
@@ -81,10 +82,13 @@ CASES = [
     ("mixtral", "dp_shard=2,ep=2,redundant_experts=2,accumulation=2"),
     ("deepseek", "dp_shard=4,ep=4,ep_node=2,redundant_experts=1,zero=2,recompute=full"),
     ("mixtral", "dp_shard=2,tp=2,sp=true,ep=4,etp=1,redundant_experts=2,zero=1,recompute=mlp"),
-    # One after the other in the same processes: torch keeps meshes that are equal to earlier ones.
+]
+ONE_AFTER_THE_OTHER = [
     ("mixtral", "cp=2,cp_ulysses=2,tp=2,pp=2,ep=2,accumulation=4"),
     ("mixtral", "dp_shard=2,cp=2,pp=2,ep=4,accumulation=4"),
 ]
+"""In the same processes: torch keeps meshes that are equal to earlier ones."""
+CASES = [*pairs_of_techniques(TABLE, [*PLAIN_CASES, *ONE_AFTER_THE_OTHER]), *ONE_AFTER_THE_OTHER]
 
 
 def job_of(model: ModelConfig, layout: Layout, documents: bool) -> Job:
@@ -103,14 +107,14 @@ def reference(ranks):
     return {kind: ranks(steps, 1, job_of(model, Layout(), kind == "dense"), VOCAB)[0] for kind, model in MODELS.items()}
 
 
-@pytest.mark.parametrize(("kind", "line"), covering(CASES))
+@pytest.mark.parametrize(("kind", "line"), CASES)
 def test_equals_one_process(ranks, reference, kind, line):
     job = job_of(MODELS[kind], layout_line.parse(line), kind == "dense")
     assert problems_of(job) == []
     compare_and_check_bytes(ranks, job, reference[kind])
 
 
-@pytest.mark.parametrize(("kind", "line"), [CASES[3], CASES[12]])
+@pytest.mark.parametrize(("kind", "line"), [TABLE[3], TABLE[12]])
 def test_lower_precisions_stay_close(ranks, reference, kind, line):
     job = job_of(MODELS[kind], layout_line.parse(line), kind == "dense")
     job = dataclasses.replace(job, train=dataclasses.replace(job.train, precision="bf16"))

@@ -11,6 +11,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from covering import also_whole
 from parallel.steps import steps, worst
 from parallel.test_predicted_traffic import CASES, DEEP, GPT, LLAMA, ONE_KEY, SWITCH, check, job_of
 from phalanx.blocks.parameters import parameter_shapes, trained_shapes
@@ -50,8 +51,10 @@ def run(ranks, model: ModelConfig, line: str, optimizer: Optimizer):
         (DEEP, "pp=2,dp_shard=2,zero=1,schedule=zb_h1,accumulation=4"),
         (LLAMA, "cp=2,tp=2"),
         (SWITCH, "dp_shard=2,ep=2,tp=2,sp=true,recompute=full"),
-        (SWITCH, "dp_shard=2,ep=2,tp=2,tiles=2,tile=all"),
-        (FOLDED, "dp_shard=2,tp=2,sp=true,ep=4,etp=1,recompute=full"),
+        *also_whole(
+            (SWITCH, "dp_shard=2,ep=2,tp=2,tiles=2,tile=all"),
+            (FOLDED, "dp_shard=2,tp=2,sp=true,ep=4,etp=1,recompute=full"),
+        ),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -87,10 +90,9 @@ def test_8_bit_moments_of_adapters_do_not_depend_on_the_layout(ranks):
 FEW = [
     (GPT, "dp_shard=3,zero=1,accumulation=2"),
     (GPT, "tp=2,sp=true,sp_regather=true,recompute=full"),
-    (DEEP, "pp=2,accumulation=4,dp_shard=2,schedule=zb_h1"),
-    (SWITCH, "dp_replicate=2,dp_shard=2,ep=2"),
     (FOLDED, "dp_shard=2,tp=2,sp=true,ep=2,etp=1"),
     (LLAMA, "dp_shard=2,tiles=3,recompute=full"),
+    *also_whole((DEEP, "pp=2,accumulation=4,dp_shard=2,schedule=zb_h1"), (SWITCH, "dp_replicate=2,dp_shard=2,ep=2")),
 ]
 EVERY = bool(os.environ.get("PHALANX_LORA"))
 REFUSED = ("sync", "pipedream")

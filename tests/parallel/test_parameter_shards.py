@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from covering import also_whole
 from phalanx.blocks.parameters import parameter_shapes
 from phalanx.comm.axis import Axis
 from phalanx.config import layout_line
@@ -124,7 +125,7 @@ def whole_values(ranks, layout: Layout):
         Layout(tp=2),
         Layout(tp=4, sp=True),
         Layout(dp_shard=2, tp=2, zero=1),
-        Layout(dp_shard=2, tp=4, zero=3),
+        Layout(dp_shard=2, tp=2, zero=3),
     ],
     ids=lambda layout: layout.line() or "one process",
 )
@@ -152,18 +153,22 @@ def pipeline_values(ranks, layout: Layout, shape: ModelConfig):
     return found, [(f.whole_name, f.value.numel()) for f in counted(shards)], [f.whole_name for f in shards]
 
 
-@pytest.mark.parametrize("tied", [False, True])
+UNTIED = [Layout(pp=2, schedule="dualpipe", accumulation=2), Layout(pp=2, dp_shard=2, tiles=2, accumulation=2)]
+TIED = [
+    Layout(pp=2, accumulation=2),
+    Layout(pp=4, schedule="gpipe", accumulation=2),
+    Layout(pp=2, schedule="zb_v", accumulation=2),
+    Layout(pp=2, dp_shard=2, tp=2, zero=1, accumulation=2, bucket_mb=0.001),
+]
+
+
 @pytest.mark.parametrize(
-    "layout",
+    ("layout", "tied"),
     [
-        Layout(pp=2, accumulation=2),
-        Layout(pp=4, schedule="gpipe", accumulation=2),
-        Layout(pp=2, schedule="zb_v", accumulation=2),
-        Layout(pp=2, schedule="dualpipe", accumulation=2),
-        Layout(pp=2, dp_shard=2, tiles=2, accumulation=2),
-        Layout(pp=2, dp_shard=2, tp=2, zero=1, accumulation=2, bucket_mb=0.001),
+        *((layout, False) for layout in (*UNTIED, *also_whole(*TIED))),
+        *((layout, True) for layout in (*TIED, *also_whole(*UNTIED))),
     ],
-    ids=Layout.line,
+    ids=lambda value: value.line() if isinstance(value, Layout) else "tied" if value else "",
 )
 def test_a_pipeline_brings_all_stages_to_its_first_rank_and_counts_everything_once(ranks, layout, tied):
     shape = dataclasses.replace(SHAPE, n_layers=4, tied=tied)
@@ -364,11 +369,13 @@ def differences(ranks, job: Job) -> tuple[dict[str, float], int, bool]:
         (LLAMA, "dp_shard=2,tiles=2"),
         (LLAMA, "tp=2,dp_shard=2"),
         (LLAMA, "tp=4,sp=true"),
-        (LLAMA, "tp=2,dp_shard=2,zero=1,pp=2"),
         (EXPERTS, "dp_shard=4,ep=2"),
-        (EXPERTS, "dp_shard=4,ep=2,zero=1"),
-        (EXPERTS, "dp_shard=2,cp=2,ep=2,tp=2,zero=2"),
         (EXPERTS, "dp_shard=2,tp=2,sp=true,ep=2,etp=1"),
+        *also_whole(
+            (LLAMA, "tp=2,dp_shard=2,zero=1,pp=2"),
+            (EXPERTS, "dp_shard=4,ep=2,zero=1"),
+            (EXPERTS, "dp_shard=2,cp=2,ep=2,tp=2,zero=2"),
+        ),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

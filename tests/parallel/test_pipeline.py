@@ -21,10 +21,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from cost.exact_state import state_bytes
-from covering import covering
+from covering import WHOLE, also_whole, covering, pairs_of_techniques
 from parallel.stale import emulated, streamed
 from parallel.steps import micro_batches, steps, worst
+from parallel.test_composition import CASES as PLAIN_CASES
 from parallel.test_composition import MODELS, VOCAB, compare, compare_and_check_bytes, job_of
+from parallel.test_context_and_experts import CASES as CONTEXT_CASES
 from phalanx.check.job import problems_of
 from phalanx.comm.axis import Axis, Ledger
 from phalanx.config.job import Job, Optimizer, Train
@@ -77,15 +79,17 @@ def test_every_schedule_equals_one_process(ranks, reference, schedule, kind, mic
 @pytest.mark.parametrize(
     ("kind", "layout"),
     [
-        ("gpt", Layout(pp=3, schedule="1f1b", pp_cut="1+4+2", accumulation=4)),
         ("llama", Layout(pp=3, schedule="zb_v", pp_cut="1+1+1+2+1+1", accumulation=6)),
-        ("llama", Layout(pp=3, schedule="interleaved_1f1b", accumulation=4)),
         ("gpt", Layout(pp=2, schedule="looped_bfs", pp_chunks=3, pp_cut="2+1+1+1+1+1", accumulation=3)),
         ("gpt", Layout(pp=4, schedule="zb_h2", pp_cut="1+1+3+2", accumulation=6)),
         ("gpt", Layout(pp=4, schedule="dualpipe", pp_cut="2+2+2+1", accumulation=4)),
         ("llama", Layout(pp=3, schedule="dualpipe", accumulation=3)),
         ("llama", Layout(pp=4, schedule="terapipe", pp_slices=4, accumulation=2)),
         ("llama", Layout(pp=4, schedule="gpipe", accumulation=1)),
+        *also_whole(
+            ("gpt", Layout(pp=3, schedule="1f1b", pp_cut="1+4+2", accumulation=4)),
+            ("llama", Layout(pp=3, schedule="interleaved_1f1b", accumulation=4)),
+        ),
     ],
     ids=lambda value: value.line() if isinstance(value, Layout) else value,
 )
@@ -128,7 +132,7 @@ COMPOSITIONS = [
     ("gpt", {"dp_shard": 2, "zero": 1, **REGATHER, "schedule": "v_half", **SMALL}),
 ]
 LAYOUTS = [(kind, Layout(pp=2, accumulation=3, **values)) for kind, values in COMPOSITIONS]
-CASES = covering(LAYOUTS)
+CASES = pairs_of_techniques(LAYOUTS, [*PLAIN_CASES, *CONTEXT_CASES])
 
 
 def is_exact(layout: Layout) -> bool:
@@ -197,7 +201,7 @@ def test_every_pair_of_techniques_is_there():
     assert [pair for pair in pairs if pair not in NEVER and not any(pair <= case for case in cases)] == []
 
 
-@pytest.mark.parametrize("sync", ["local_sgd", "diloco"])
+@pytest.mark.parametrize("sync", ["diloco", *also_whole("local_sgd")])
 def test_replicas_that_agree_now_and_then_may_be_pipelines(ranks, sync):
     layout = Layout(dp_replicate=2, sync=sync, sync_every=2)
     expected = ranks(steps, 2, job_of(DEEP["llama"], layout), VOCAB, 3)
@@ -213,9 +217,7 @@ def test_replicas_that_agree_now_and_then_may_be_pipelines(ranks, sync):
     [
         {"zero": 2, **VEE, "accumulate": "sharded"},
         VEE,
-        {**VEE, "accumulation": 1},
-        {"schedule": "v_half", "accumulate": "sharded"},
-        {**BOTH, "tiles": 2},
+        *also_whole({**VEE, "accumulation": 1}, {"schedule": "v_half", "accumulate": "sharded"}, {**BOTH, "tiles": 2}),
     ],
     ids=str,
 )
@@ -276,7 +278,7 @@ def any_schedule(chosen: random.Random) -> Schedule:
     return dataclasses.replace(outline, programs=tuple(map(tuple, programs)))
 
 
-@settings(max_examples=8, derandomize=True)
+@settings(max_examples=8 if WHOLE else 5, derandomize=True)
 @given(st.integers(0, 2**32 - 1))
 def test_any_valid_schedule_is_right(ranks, reference, seed):
     schedule = any_schedule(random.Random(seed))
@@ -311,7 +313,7 @@ def job(model: ModelConfig, layout: Layout, batch: int) -> Job:
         (Layout(pp=4, accumulation=5), LLAMA),
         (Layout(pp=2, dp_replicate=2, accumulation=3, bucket_mb=0.01), GPT),
         (Layout(pp=2, tp=2, sp=True, accumulation=3, recompute="full"), LLAMA),
-        (Layout(pp=2, tp=2, sp=True, accumulation=3, recompute="full"), GPT),
+        *also_whole((Layout(pp=2, tp=2, sp=True, accumulation=3, recompute="full"), GPT)),
     ],
     ids=lambda value: value.line() if isinstance(value, Layout) else value.norm,
 )

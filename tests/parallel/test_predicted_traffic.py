@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Hashable
-from typing import Any, Literal
+from typing import Literal
 
 import pytest
 import torch
 
-from covering import covering, parts_of
+from covering import covering, pairs_of_techniques
 from parallel import test_composition, test_context_and_experts, test_pipeline
 from parallel.steps import check_bytes, counted_rows, micro_batches, of_step
 from phalanx.blocks.parameters import block_shapes, count
@@ -282,7 +281,7 @@ COUNTED = {"llama": LLAMA, "gpt": GPT, "dense": LLAMA, "mixtral": MIXTRAL, "capa
 ELSEWHERE = [
     *((COUNTED[kind], layout) for kind, layout in test_composition.CASES),
     *((MISTRAL, layout) for layout in test_composition.WINDOWED),
-    *((COUNTED[kind], line) for kind, line in covering(test_context_and_experts.CASES)),
+    *((COUNTED[kind], line) for kind, line in test_context_and_experts.CASES),
     *(
         (DEEP if kind == "llama" else GPT, layout)
         for kind, layout in test_pipeline.CASES
@@ -292,14 +291,7 @@ ELSEWHERE = [
 """Cases like those whose bytes are compared together with the results."""
 
 
-def settings_of(case: tuple[ModelConfig, Any]) -> set[Hashable]:
-    """The parts of a case; one number of micro-batches or tiles is as good as another."""
-    counts = ("accumulation=", "micro_batch=", "loss_chunk=", "tiles=", "pp_slices=")
-    parts = parts_of(case)
-    return {part.partition("=")[0] if isinstance(part, str) and part.startswith(counts) else part for part in parts}
-
-
-ALONE = covering(CASES, settings_of, elsewhere=ELSEWHERE, single=lambda part: isinstance(part, ModelConfig))
+ALONE = pairs_of_techniques(DATA + TENSOR + CONTEXT + EXPERTS + PIPELINES + OTHERS, ELSEWHERE)
 
 
 @pytest.mark.parametrize(("model", "line"), ALONE, ids=[line for _, line in ALONE])

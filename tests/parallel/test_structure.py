@@ -10,6 +10,7 @@ from typing import Literal
 import pytest
 import torch
 
+from covering import also_whole
 from parallel.steps import steps
 from parallel.structures import NEOX, STRUCTURES
 from parallel.test_composition import LLAMA, VOCAB, compare_and_check_bytes, job_of
@@ -49,32 +50,31 @@ LAYOUTS = {
     ],
     "gemma2": [
         "tp=4,loss_chunk=7",
-        "tp=2,sp=true,recompute=full",
         "pp=2,accumulation=3,schedule=zb_h1,recompute=selective",
         "cp=2,tp=2,sp=true,loss_chunk=5",
+        *also_whole("tp=2,sp=true,recompute=full"),
     ],
     "neox": [
         "tp=4,sp=true,sp_regather=true",
-        "tp=2,dp_shard=2,zero=3,recompute=full",
         "tp=2,pp=2,accumulation=3,schedule=zb_h1",
-        "cp=4,cp_ulysses=2",
+        *also_whole("tp=2,dp_shard=2,zero=3,recompute=full", "cp=4,cp_ulysses=2"),
     ],
     "gpt-oss": [
         "dp_shard=2,ep=2,tp=2,zero=2",
         "cp=2,ep=2,zero=1,recompute=full",
-        "pp=2,accumulation=3,schedule=zb_h1",
+        *also_whole("pp=2,accumulation=3,schedule=zb_h1"),
     ],
     "neox with experts": ["dp_shard=2,ep=2,tp=2,zero=3,recompute=full"],
     "gemma2 with experts": ["tp=2,sp=true,recompute=full"],
     "further tokens": [
         "tp=2,pp=2,accumulation=3,loss_chunk=5",
         "cp=2,tp=2,sp=true,zero=1,recompute=full",
-        "dp_replicate=2,tp=2,recompute=mlp",
+        *also_whole("dp_replicate=2,tp=2,recompute=mlp"),
     ],
     "further tokens with experts": [
         "dp_shard=2,ep=2,tp=2,sp=true,zero=3,recompute=full",
-        "pp=2,accumulation=3,dp_shard=2,zero=3",
         "pp=2,accumulation=4,schedule=dualpipe,cp=2,zero=1",
+        *also_whole("pp=2,accumulation=3,dp_shard=2,zero=3"),
     ],
 }
 SENT = {
@@ -162,19 +162,21 @@ MODELS = {
 }
 CASES = [
     ("capped", "tp=2,sp=true,recompute=full,accumulation=2"),
-    ("capped", "cp=4,recompute=selective"),
     ("capped", "cp=2,cp_ulysses=2,tp=2,sp=true,sp_regather=true"),
     ("capped", "pp=2,schedule=terapipe,pp_slices=2,cp=2,accumulation=2"),
     ("sinks", "tp=4,recompute=full"),
-    ("sinks", "cp=2,tp=2,pp=2,schedule=zb_h1,accumulation=2"),
     ("sinks", "cp=4,cp_ulysses=2,cp_inner=ring,recompute=full"),
-    ("dropout", "cp=4,cp_ulysses=2,zero=1"),
     ("dropout", "tp=2,sp=true,cp=2"),
     ("layernorm", "tp=4,accumulation=2"),
-    ("layernorm", "cp=4,cp_ulysses=2,zero=2"),
     ("mixed", "tp=2,sp=true,pp=2,accumulation=2,schedule=zb_h1"),
     ("mixed", "cp=4,cp_ulysses=2,zero=3"),
-    ("mixed", "dp_shard=2,tp=2,zero=1,recompute=full"),
+    *also_whole(
+        ("capped", "cp=4,recompute=selective"),
+        ("sinks", "cp=2,tp=2,pp=2,schedule=zb_h1,accumulation=2"),
+        ("dropout", "cp=4,cp_ulysses=2,zero=1"),
+        ("layernorm", "cp=4,cp_ulysses=2,zero=2"),
+        ("mixed", "dp_shard=2,tp=2,zero=1,recompute=full"),
+    ),
 ]
 DOCUMENTS = ("sinks", "dropout")
 """Kinds whose attention does not cross documents."""

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch.distributed.fsdp import FSDPModule
 
 from checkpoint.contents import contents
+from covering import also_whole
 from parallel import structures, test_predicted_traffic
 from parallel.steps import micro_batches, steps, worst
 from parallel.test_composition import VOCAB as ODD_VOCAB
@@ -67,13 +68,15 @@ def expected(ranks):
 @pytest.mark.parametrize(
     ("layout", "model"),
     [
-        (Layout(tiles=3), GPT),
         (Layout(tiles=4, recompute="full", accumulation=3), GPT),
         (Layout(tiles=3, dp_shard=3, zero=2, accumulation=2, accumulate="sharded"), LLAMA),
         (Layout(tiles=3, dp_shard=2), LLAMA),
         (Layout(tiles=4, dp_shard=2, accumulation=3, accumulate="sharded", prefetch=0), GPT),
-        (Layout(tiles=4, dp_shard=2, recompute="selective", reshard=False), GPT),
-        (Layout(tiles=2, dp_shard=2, dp_replicate=2), GPT),
+        *also_whole(
+            (Layout(tiles=3), GPT),
+            (Layout(tiles=4, dp_shard=2, recompute="selective", reshard=False), GPT),
+            (Layout(tiles=2, dp_shard=2, dp_replicate=2), GPT),
+        ),
     ],
     ids=lambda value: value.line() if isinstance(value, Layout) else value.activation,
 )
@@ -205,7 +208,7 @@ def save_and_load(ranks, root, first: Layout, second: Layout):
     ("first", "second"),
     [
         (Layout(dp_shard=2, tiles=4), Layout(dp_shard=2)),
-        (Layout(dp_shard=4, tiles=2), Layout(dp_shard=2, tp=2, tiles=4, tile="all")),
+        *also_whole((Layout(dp_shard=4, tiles=2), Layout(dp_shard=2, tp=2, tiles=4, tile="all"))),
     ],
     ids=Layout.line,
 )
@@ -260,7 +263,6 @@ MODELS = {
 }
 FEW = [
     ("gpt", "tiles=2,tile=all,tp=2,sp=true,dp_shard=2,recompute=full,accumulation=3,accumulate=sharded"),
-    ("llama", "tiles=2,tile=all,dp_shard=2,dp_replicate=2,tp=2"),
     ("neox with experts", "tiles=2,tile=all,dp_shard=2,ep=2,tp=2,sp=true"),
     ("deepseek", "tiles=2,tile=all,pp=2,schedule=zb_h1,dp_shard=2,ep=2,accumulation=3"),
     ("gpt", "tiles=2,tile=all,dp_shard=2,zero=2,bucket_mb=0.004"),
@@ -270,6 +272,7 @@ FEW = [
 ]
 MORE = [
     ("gpt", "tiles=2,tile=all"),
+    ("llama", "tiles=2,tile=all,dp_shard=2,dp_replicate=2,tp=2"),
     ("gpt", "tiles=3,tile=attention,dp_shard=2"),
     ("gpt", "tiles=2,tile=all,dp_shard=2,recompute=full,accumulation=2"),
     ("llama", "tiles=2,tile=all,dp_shard=3,accumulation=2"),

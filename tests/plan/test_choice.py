@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from covering import WHOLE
 from phalanx.config.layout import Layout
 from phalanx.cost.prediction import step_parts
 from phalanx.cost.rank_memory import needed_bytes
@@ -127,10 +127,11 @@ FIXED: tuple[dict[str, Any], ...] = (
     {"schedule": "interleaved_1f1b"},
     {"tp": 8},
 )
-SPACES = [(("megatron-529.6b", "dgx-a100:35", 280), FIXED[1:2]), (("mixtral-8x7b", "dgx-h100:4", 64), FIXED)]
-"""Each with what is fixed: a search among 280 devices takes seven seconds, among 2,520 twenty (`make whole`)."""
-if "PHALANX_WHOLE" in os.environ:
-    SPACES.append((("megatron-529.6b", "dgx-a100:315", 2520), FIXED[1:2]))
+SPACES = [(("megatron-39.1b", "dgx-a100:5", 40), FIXED[1:2]), (("mixtral-8x7b", "dgx-h100:2", 64), FIXED)]
+"""Each with what is fixed. `make whole` has more devices: 280 take seven seconds per search, 2,520 twenty."""
+if WHOLE:
+    SPACES += [(("megatron-529.6b", f"dgx-a100:{nodes}", 8 * nodes), FIXED[1:2]) for nodes in (35, 315)]
+    SPACES.append((("mixtral-8x7b", "dgx-h100:4", 64), FIXED))
 
 
 @pytest.mark.parametrize(("space", "subspaces"), SPACES, ids=[space[1] for space, _ in SPACES])

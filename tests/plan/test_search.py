@@ -30,12 +30,12 @@ TIE = 1 + EQUAL.alike
 SLOW = replace(cluster_of("dgx-a100:2"), inter=replace(cluster_of("dgx-a100:2").inter, gbs=0.5))
 SMALL = {
     "little memory": request("llama3-8b", "dgx-a100-40gb:1", 16, sp=True, accumulate="local", cp=1),
-    "experts": request("mixtral-8x7b", "dgx-h200:2", 32, tp=1, cp=1, recompute="full", micro_batch=1),
+    "experts": request("mixtral-8x7b", "dgx-h200:2", 16, tp=1, cp=1, recompute="full", micro_batch=1),
     "a slow network": replace(
-        request("gpt2-xl", "dgx-a100:2", 64, tp=1, cp=1, recompute="selective", dp_replicate=1), cluster=SLOW
+        request("gpt2-xl", "dgx-a100:2", 32, tp=1, cp=1, recompute="selective", dp_replicate=1), cluster=SLOW
     ),
     "long sequences": replace(
-        request("llama3-8b", "dgx-h100:1", 4, recompute="full"), model=model("llama3-8b", seq_len=65536)
+        request("llama3-8b", "dgx-h100:1", 2, recompute="full"), model=model("llama3-8b", seq_len=65536)
     ),
     "a laptop": on_laptop(8, (1, 2, 4), recompute="none", cp=1),
 }
@@ -80,7 +80,7 @@ def test_the_best_is_the_best_of_all(name: str) -> None:
     assert sum(plan.rejected.values()) < plan.searched
 
 
-@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize("name", ["experts", "a laptop"])
 def test_the_same_question_has_the_same_answer(name: str) -> None:
     again, once = search(SMALL[name]), found(name)
     assert [one.layout for one in again.best] == [one.layout for one in once.best]
@@ -148,7 +148,7 @@ def test_simpler_is_fewer_axes_then_fewer_settings() -> None:
 
 
 def test_where_nothing_fits_the_one_that_needs_least_is_told() -> None:
-    one = request("llama3-405b", "dgx-a100:1", 8, sp=True)
+    one = request("llama3-405b", "dgx-a100:1", 8, sp=True, schedule="1f1b", accumulate="local")
     plan = search(one)
     assert plan.best == ()
     assert plan.nearest is not None

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from checkpoint.contents import contents, require_same_bits, save_tensors
+from covering import also_whole
 from phalanx.checkpoint import shard_file
 from phalanx.checkpoint.inventory import check
 from phalanx.checkpoint.shard_file import Reader
@@ -72,9 +73,9 @@ def spoiled(ranks, job, rank, at, kind, weight="mlp.up.weight"):
     [
         (Layout(), 0, 4, ""),
         (Layout(dp_replicate=2), 1, 6, "exp_avg"),
-        (Layout(dp_replicate=2), 0, 4, "exp_avg_sq"),
         (HYBRID, 3, 4, "exp_avg_sq"),
         (Layout(pp=2, accumulation=3), 1, 6, ""),
+        *also_whole((Layout(dp_replicate=2), 0, 4, "exp_avg_sq")),
     ],
     ids=lambda value: value.line() or "one process" if isinstance(value, Layout) else str(value),
 )
@@ -181,7 +182,7 @@ def test_if_one_rank_cannot_write_the_save_fails_on_all(ranks, saving, root):
 
 @pytest.mark.parametrize(
     "layout",
-    [Layout(dp_replicate=4), Layout(dp_shard=2, tp=2, zero=3), Layout(dp_replicate=2, pp=2)],
+    [Layout(dp_replicate=4), Layout(dp_shard=2, tp=2, zero=3), *also_whole(Layout(dp_replicate=2, pp=2))],
     ids=Layout.line,
 )
 def test_all_ranks_write_and_each_its_share(ranks, job, root, layout):

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from covering import also_whole
 from phalanx.config.job import Data, Job, MixSource
 from phalanx.config.layout import Layout
 from phalanx.config.model import MLA, ModelConfig, MoE
@@ -52,7 +53,7 @@ DEEPSEEK = ModelConfig(
     [
         (Layout(dp_shard=2, ep=2), Layout(cp=2, tp=2, ep=2, zero=1), Layout()),
         (Layout(cp=2, cp_ulysses=2), Layout(dp_shard=4, ep=2, zero=2, bucket_mb=0.01), Layout(pp=2, accumulation=3)),
-        (Layout(dp_shard=4, ep=4), Layout(dp_replicate=2, dp_shard=2, ep=2)),
+        *also_whole((Layout(dp_shard=4, ep=4), Layout(dp_replicate=2, dp_shard=2, ep=2))),
     ],
     ids=lambda layouts: " then ".join(each.line() for each in layouts),
 )
@@ -67,8 +68,8 @@ def test_a_run_moves_between_layouts_of_experts(ranks, job, layouts):
     [
         (Layout(dp_shard=2, ep=2), "bf16"),
         (Layout(dp_shard=2, ep=2, redundant_experts=1), "bf16"),
-        (Layout(dp_shard=2, tp=2, ep=2, zero=1, sp=True), "fp32"),
         (Layout(cp=2), "fp32"),
+        *also_whole((Layout(dp_shard=2, tp=2, ep=2, zero=1, sp=True), "fp32")),
     ],
     ids=lambda value: value if isinstance(value, str) else value.line(),
 )
@@ -90,7 +91,7 @@ def test_documents_that_attention_keeps_apart_give_a_curve_of_their_own_on_any_l
     )
     job = dataclasses.replace(job, data=data)
     ranks(train, 1, job)
-    for number, layout in enumerate([Layout(cp=2), Layout(cp=2, cp_ulysses=2), Layout(tp=2, sp=True)]):
+    for number, layout in enumerate([Layout(cp=2), Layout(tp=2, sp=True), *also_whole(Layout(cp=2, cp_ulysses=2))]):
         other = change(dataclasses.replace(job, layout=layout), "run", name=f"layout{number}")
         ranks(train, layout.processes, other)
         assert losses(other) == pytest.approx(losses(job), rel=1e-9)
@@ -107,12 +108,15 @@ def test_documents_that_attention_keeps_apart_give_a_curve_of_their_own_on_any_l
 EXPERTS = MoE(n_experts=4, top_k=2, d_ff=8, n_dense_layers=1, aux_loss=0.01, z_loss=0.001)
 LAYOUTS = [
     Layout(accumulation=3, recompute="full"),
-    Layout(dp_shard=2, ep=2),
     Layout(dp_replicate=2, dp_shard=2, zero=1, ep=2, redundant_experts=1),
     Layout(dp_replicate=2, data_parallel="threads"),
     Layout(tp=2, sp=True),
     Layout(pp=2, dp_shard=2, ep=2, zero=2, schedule="zb_h1", accumulation=3),
-    Layout(pp=2, tp=2, schedule="dualpipe", accumulation=2),
+    *also_whole(
+        Layout(dp_shard=2, ep=2),
+        Layout(dp_replicate=2, dp_shard=2, zero=1, ep=2),
+        Layout(pp=2, tp=2, schedule="dualpipe", accumulation=2),
+    ),
 ]
 
 

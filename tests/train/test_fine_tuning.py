@@ -18,6 +18,7 @@ from safetensors.numpy import load_file
 from safetensors.torch import load_file as load_arrays
 
 from checkpoint.trained import small_job
+from covering import also_whole
 from exchange.folders import LLAMA, write_folder, write_tensors
 from phalanx.axes.catalogue import unbalanced
 from phalanx.check.job import problems_of
@@ -58,14 +59,11 @@ CHAT = ModelConfig(n_layers=2, d_model=16, n_heads=4, n_kv_heads=2, seq_len=64, 
 VOCAB = 28
 """Distinct characters of the sums in template alpaca."""
 LAYOUTS = [
-    "dp_replicate=2",
     "dp_shard=2,zero=3",
-    "tp=2,sp=true",
-    "pp=2,micro_batch=2",
-    "cp=2",
+    "tp=2,sp=true,loss_chunk=5",
     "cp=2,cp_ulysses=2",
-    "dp_shard=2,tp=2,loss_chunk=5",
     "pp=2,cp=2,micro_batch=1",
+    *also_whole("dp_replicate=2", "tp=2,sp=true", "pp=2,micro_batch=2", "cp=2", "dp_shard=2,tp=2,loss_chunk=5"),
 ]
 
 
@@ -201,15 +199,12 @@ def answer_losses(ranks, job) -> list[float]:
 
 EXPERTS = MoE(n_experts=4, top_k=2, d_ff=16, aux_loss=0.1, z_loss=0.01, capacity=1.25, bias_balanced=True)
 WITH_EXPERTS = [
-    "dp_replicate=2",
-    "dp_shard=2,ep=2,zero=3",
     "tp=2,sp=true,recompute=full",
     "dp_shard=2,tp=2,ep=2,zero=2",
     "pp=2,micro_batch=2,schedule=zb_h1",
-    "cp=2",
     "cp=2,cp_ulysses=2,ep=2",
     "tp=2,sp=true,ep=2,etp=1",
-    "cp=2,tp=2,sp=true,ep=4,etp=1",
+    *also_whole("dp_replicate=2", "dp_shard=2,ep=2,zero=3", "cp=2", "cp=2,tp=2,sp=true,ep=4,etp=1"),
 ]
 
 
@@ -259,12 +254,10 @@ def test_experts_and_indexers_learn_the_same_from_conversations_padded_and_packe
 
 SMALL = ModelConfig(n_layers=2, d_model=16, n_heads=4, n_kv_heads=2, seq_len=64, positions="rope")
 PAIR_LAYOUTS = [
-    "dp_replicate=2",
     "dp_shard=2,zero=3",
-    "pp=2,micro_batch=2",
-    "dp_shard=2,cp=2",
     "cp=2,tp=2,loss_chunk=9",
     "pp=2,micro_batch=4,schedule=terapipe,pp_slices=4,cp=2",
+    *also_whole("dp_replicate=2", "pp=2,micro_batch=2", "dp_shard=2,cp=2"),
 ]
 
 
@@ -329,8 +322,8 @@ def predicted(job) -> dict:
 
 REWARD_LAYOUTS = [
     "dp_shard=2,tp=2,sp=true",
-    "dp_replicate=2,cp=2",
     "pp=2,micro_batch=2,schedule=terapipe,pp_slices=2,cp=2",
+    *also_whole("dp_replicate=2,cp=2"),
 ]
 
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from checkpoint.contents import contents, require_same_bits
+from covering import also_whole
 from parallel.steps import micro_batches, steps, worst
 from phalanx.blocks.parameters import count
 from phalanx.comm.shared import SOCKETS
@@ -47,18 +48,20 @@ def job_of(layout: Layout, model: ModelConfig = GPT, name: str = "adamw", **trai
 @pytest.mark.parametrize(
     "layout",
     [
-        Layout(),
         Layout(micro_batch=2),
         Layout(dp_replicate=2, bucket_mb=0.1),
         Layout(dp_shard=2, zero=1, bucket_mb=0.1),
         Layout(dp_shard=2, zero=2, bucket_mb=0.1, micro_batch=2, accumulate="sharded"),
         Layout(dp_shard=2, zero=3, micro_batch=2),
-        Layout(dp_replicate=2, dp_shard=2, zero=2, bucket_mb=0.1),
-        Layout(dp_replicate=2, dp_shard=2, zero=3),
-        Layout(dp_shard=2, tp=2, sp=True, zero=1, bucket_mb=0.1),
-        Layout(pp=2, micro_batch=1, dp_shard=2, zero=2, bucket_mb=0.1),
         Layout(pp=2, micro_batch=1, schedule="zb_h1", dp_shard=2, zero=3),
-        Layout(cp=2, zero=1, bucket_mb=0.1),
+        *also_whole(
+            Layout(),
+            Layout(dp_replicate=2, dp_shard=2, zero=2, bucket_mb=0.1),
+            Layout(dp_replicate=2, dp_shard=2, zero=3),
+            Layout(dp_shard=2, tp=2, sp=True, zero=1, bucket_mb=0.1),
+            Layout(pp=2, micro_batch=1, dp_shard=2, zero=2, bucket_mb=0.1),
+            Layout(cp=2, zero=1, bucket_mb=0.1),
+        ),
     ],
     ids=Layout.line,
 )
@@ -82,7 +85,7 @@ def compare(results, expected) -> None:
 
 
 NARROW = ("adamw state=8bit", "adamw state=bf16 master=none", "sgd master=none rounding=kahan")
-RULES = [("adamw", "fp32"), *((name, "bf16") for name in ("adamw", "sgd", "lion", *NARROW))]
+RULES = [("adamw", "fp32"), *((name, "bf16") for name in ("adamw", *NARROW, *also_whole("sgd", "lion")))]
 
 
 def counted(
@@ -136,9 +139,9 @@ def test_a_model_whose_state_is_four_times_the_budget_trains_as_without_one(rank
     ("layout", "train"),
     [
         (Layout(recompute="full"), {}),
-        (Layout(dp_replicate=2, bucket_mb=0.5, recompute="full"), {}),
         (Layout(dp_shard=2, zero=3, recompute="full"), {"precision": "fp32"}),
         (Layout(pp=2, micro_batch=1, recompute="full"), {}),
+        *also_whole((Layout(dp_replicate=2, bucket_mb=0.5, recompute="full"), {})),
     ],
     ids=lambda value: value.line() if isinstance(value, Layout) else " ".join(value.values()),
 )
@@ -222,10 +225,9 @@ def test_the_same_bits_as_without_offload(ranks, precision):
 @pytest.mark.parametrize(
     "layout",
     [
-        Layout(),
         Layout(offload_blocks=3, recompute="selective"),
-        Layout(pp=2, micro_batch=1),
         Layout(pp=2, micro_batch=1, schedule="zb_h1"),
+        *also_whole(Layout(), Layout(pp=2, micro_batch=1)),
     ],
     ids=Layout.line,
 )
@@ -245,7 +247,7 @@ def test_activations_are_where_they_are_predicted(ranks, layout):
 
 @pytest.mark.parametrize(
     "layout",
-    [Layout(dp_shard=2, recompute="full"), Layout(dp_shard=2, micro_batch=1, accumulate="sharded")],
+    [Layout(dp_shard=2, recompute="full"), *also_whole(Layout(dp_shard=2, micro_batch=1, accumulate="sharded"))],
     ids=Layout.line,
 )
 def test_parameters_are_where_they_are_predicted(ranks, layout):
@@ -262,7 +264,7 @@ def test_parameters_are_where_they_are_predicted(ranks, layout):
 def test_a_model_whose_state_is_four_times_the_budget_trains_within_it(ranks):
     """In float64, and equal to one process: 32 bytes per parameter."""
     layout = Layout(dp_shard=2, recompute="full", offload="all")
-    model = replace(DEEP, n_layers=24)  # of a small one the blocks on their way are most
+    model = replace(DEEP, n_layers=16)  # of a small one the blocks on their way are most
     job = job_of(layout, model, global_batch=2)
     budget = 32 * count(model, VOCAB) // 2 // 4
     found = ranks(counted, 2, job, budget, 2, False)
@@ -279,9 +281,9 @@ def test_a_model_whose_state_is_four_times_the_budget_trains_within_it(ranks):
 @pytest.mark.parametrize(
     "layouts",
     [
-        [Layout(), Layout(offload="optimizer"), Layout()],
         [Layout(dp_shard=2, zero=1, offload="optimizer"), Layout(dp_replicate=2), Layout(tp=2, offload="optimizer")],
         [Layout(offload="all"), Layout(dp_shard=2, offload="all"), Layout(pp=2, offload="activations")],
+        *also_whole([Layout(), Layout(offload="optimizer"), Layout()]),
     ],
     ids=lambda layouts: " ".join(layout.line() for layout in layouts),
 )
@@ -342,9 +344,8 @@ def in_files_of(layout: Layout, folder: Path) -> Layout:
     [
         Layout(micro_batch=2),
         Layout(dp_shard=2, zero=1, bucket_mb=0.1),
-        Layout(dp_replicate=2, dp_shard=2, zero=3),
-        Layout(pp=2, micro_batch=1, schedule="zb_h1", tp=2),
         Layout(dp_shard=2, zero=3, offload="all"),
+        *also_whole(Layout(dp_replicate=2, dp_shard=2, zero=3), Layout(pp=2, micro_batch=1, schedule="zb_h1", tp=2)),
     ],
     ids=Layout.line,
 )
@@ -468,7 +469,7 @@ def saved_slowly(ranks, job: Job) -> None:
         train(ranks, job)
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("precision", ["bf16", *also_whole("fp32")])
 def test_saves_in_the_background_hold_one_moment(ranks, job, tmp_path, precision):
     job = change(change(job, "train", precision=precision), "checkpoint", every=1, keep=0)
     ranks(train, 1, job)

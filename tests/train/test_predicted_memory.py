@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from cost.activation_bytes import activation_bytes
-from covering import covering, parts_of
+from covering import also_whole, covering, ranks_of, techniques_of
 from parallel.steps import micro_batches
 from phalanx.comm.shared import SOCKETS
 from phalanx.config.cluster import Cluster
@@ -104,12 +104,14 @@ def test_a_block_keeps_what_its_operators_say(ranks, name, recompute, precision)
     [
         (NORMED, Layout(tp=4, sp=True)),
         (BLOCKS["capped scores, sinks, windows"], Layout(cp=2, zero=1)),
-        (EXPERTS, Layout(tp=2)),
         (EXPERTS, Layout(tp=2, sp=True)),
-        (EXPERTS, Layout(dp_shard=4, ep=4, zero=1)),
         (EXPERTS, Layout(dp_shard=2, tp=2, ep=2, zero=1)),
-        (EXPERTS, Layout(cp=2, zero=1)),
-        (LATENT, Layout(tp=2)),
+        *also_whole(
+            (EXPERTS, Layout(tp=2)),
+            (EXPERTS, Layout(dp_shard=4, ep=4, zero=1)),
+            (EXPERTS, Layout(cp=2, zero=1)),
+            (LATENT, Layout(tp=2)),
+        ),
         (LATENT, Layout(tp=4, sp=True)),
         (LATENT, Layout(cp=2, zero=1)),
         (BLOCKS["latent with experts"], Layout(dp_shard=2, ep=2, zero=1)),
@@ -298,7 +300,9 @@ def compare(ranks, job: Job, bound: float = 0.04) -> set[str]:
             (Layout(pp=2, schedule="gpipe", micro_batch=2), {"global_batch": 8}),
             (Layout(pp=2, schedule="interleaved_1f1b", pp_chunks=2, micro_batch=2), {"global_batch": 8}),
         ],
-        lambda case: parts_of([case[0], case[1].get("precision", "fp32")]),
+        lambda case: {part for part in techniques_of(case[:1]) if isinstance(part, str)} | {len(case[1])},
+        single=lambda part: isinstance(part, int),
+        cost=lambda case: ranks_of(case[:1]) * len(case[1]),  # bf16 is slow here
     ),
     ids=lambda value: value.line() if isinstance(value, Layout) else " ".join(map(str, value.values())),
 )
@@ -325,9 +329,8 @@ PARTS_OF_ATTENTION = {
         ("norms of heads, sinks", Layout(tp=2, sp=True)),
         ("windows", Layout(cp=2, zero=1)),
         ("capped scores", Layout()),
-        ("capped scores", Layout(cp=2, zero=1)),
-        ("capped scores", Layout(tp=2, sp=True)),
         ("capped scores, windows", Layout()),
+        *also_whole(("capped scores", Layout(cp=2, zero=1)), ("capped scores", Layout(tp=2, sp=True))),
     ],
     ids=lambda value: value if isinstance(value, str) else value.line(),
 )
@@ -338,11 +341,14 @@ def test_parts_of_attention_do_not_change_that(ranks, kind, layout):
 @pytest.mark.parametrize(
     ("layout", "train"),
     [
-        (Layout(), {"precision": "bf16"}),
-        (Layout(recompute="full"), {}),
+        (Layout(), {}),
         (Layout(pp=2, micro_batch=1), {}),
         (Layout(cp=2, zero=1), {}),
-        (Layout(cp=2, cp_ulysses=2, zero=1), {}),
+        *also_whole(
+            (Layout(), {"precision": "bf16"}),
+            (Layout(recompute="full"), {}),
+            (Layout(cp=2, cp_ulysses=2, zero=1), {}),
+        ),
     ],
     ids=lambda value: value.line() if isinstance(value, Layout) else " ".join(value.values()),
 )
@@ -366,9 +372,17 @@ WORDS = replace(DEEP, n_layers=1, vocab_size=4000)
 SHORT = replace(DEEP, seq_len=32)
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+WHERE_LOGITS_ARE = [Layout(), Layout(tp=2), Layout(tp=2, sp=True), Layout(loss_chunk=512)]
+
+
 @pytest.mark.parametrize(
-    "layout", [Layout(), Layout(tp=2), Layout(tp=2, sp=True), Layout(loss_chunk=512)], ids=Layout.line
+    ("layout", "precision"),
+    [
+        *((layout, "fp32") for layout in WHERE_LOGITS_ARE),
+        (WHERE_LOGITS_ARE[1], "bf16"),
+        *also_whole(*((layout, "bf16") for layout in (WHERE_LOGITS_ARE[0], *WHERE_LOGITS_ARE[2:]))),
+    ],
+    ids=lambda value: value.line() if isinstance(value, Layout) else value,
 )
 def test_it_may_be_the_loss(ranks, layout, precision):
     assert compare(ranks, Job(model=WORDS, layout=layout, train=Train(global_batch=8, precision=precision))) == {"loss"}
@@ -383,7 +397,7 @@ def test_it_may_be_the_optimizers_step(ranks):
 
 @pytest.mark.parametrize(
     "layout",
-    [Layout(), Layout(dp_shard=2, zero=1), Layout(dp_shard=2, tp=2)],
+    [Layout(dp_shard=2, zero=1), Layout(dp_shard=2, tp=2), *also_whole(Layout())],
     ids=Layout.line,
 )
 def test_then_muon_has_whole_matrices(ranks, layout):
@@ -410,7 +424,10 @@ def test_a_pipeline_keeps_the_logits_of_every_micro_batch_in_flight(ranks, layou
 
 @pytest.mark.parametrize(
     "layout",
-    [Layout(), Layout(pp=2, micro_batch=2), *(Layout(dp_shard=2, zero=zero) for zero in (1, 2, 3))],
+    [
+        *(Layout(dp_shard=2, zero=zero) for zero in (2, 3)),
+        *also_whole(Layout(), Layout(pp=2, micro_batch=2), Layout(dp_shard=2, zero=1)),
+    ],
     ids=Layout.line,
 )
 def test_gradients_may_be_wider_than_parameters(ranks, layout):

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from covering import also_whole
 from phalanx.check.load import load_words
 from phalanx.config import overrides
 from phalanx.config.layout import Layout
@@ -32,11 +33,10 @@ def trained_reading(ranks, job):
     ("layout", "readers", "who"),
     [
         (Layout(dp_replicate=2, tp=2), 2, [0, 2]),  # one of the ranks with the same samples
-        (Layout(dp_replicate=2, tp=2), 1, [0]),
         (Layout(dp_shard=3, zero=3), 2, [0, 2]),  # one of them for two data ranks
-        (Layout(pp=2, dp_shard=2, zero=1, accumulation=2), 1, [0]),
         (Layout(pp=2, accumulation=3, schedule="pipedream"), 1, [0]),  # stages ask at other times
         (Layout(dp_replicate=2, sync="local_sgd", sync_every=3), 1, [0]),
+        *also_whole((Layout(dp_replicate=2, tp=2), 1, [0]), (Layout(pp=2, dp_shard=2, zero=1, accumulation=2), 1, [0])),
     ],
     ids=lambda value: value.line() if isinstance(value, Layout) else None,
 )

@@ -34,21 +34,21 @@ FINDINGS = (
         "Megatron-LM 7452.1",
         "Label smoothing was over each tensor rank's part of the vocabulary.",
         "llama",
-        ("tp=2", "tp=2,cp=2", "tp=2,loss_chunk=24,accumulation=2", "tp=2,tiles=2,tile=head,dp_shard=2"),
+        ("tp=2,cp=2", "tp=2,loss_chunk=24,accumulation=2", "tp=2,tiles=2,tile=head,dp_shard=2"),
         "train.label_smoothing=0.1",
     ),
     Finding(
         "Megatron-LM 7452.2",
         "Gathered logits went into a loss that takes them for a part of the vocabulary, which adds log(tp).",
         "llama",
-        ("tp=4", "tp=2,loss_chunk=24,accumulation=2"),
+        ("tp=4",),
     ),
     Finding(
         "Megatron-LM 7452.3",
         "A loss beside the main one (of multi-token prediction) was divided by each rank's own tokens; here with "
         "padding that differs from rank to rank, and documents over the borders of context-parallel ranks.",
         "further tokens",
-        ("dp_replicate=2,dp_shard=2,zero=1", "cp=2", "tp=2,sp=true,pp=2,accumulation=4", "dp_shard=2,pp=2,zero=3"),
+        ("cp=2", "tp=2,sp=true,pp=2,accumulation=4", "dp_shard=2,pp=2,zero=3"),
         CHATS,
     ),
     Finding(
@@ -103,7 +103,7 @@ FINDINGS = (
         "torchtitan 4054",
         "With tensor parallelism and no expert parallelism gradients below the experts were not summed.",
         "experts",
-        ("tp=2", "tp=2,sp=true"),
+        ("tp=2",),
     ),
     Finding(
         "torchtitan 4245",

@@ -67,7 +67,7 @@ def compared(ranks, selection: Selection, path, fn=compare) -> FirstDifference |
 
 
 def test_a_tampered_record_is_found_and_named(ranks, tmp_path):
-    selection, path = plan_of("dp_shard=2,tp=2,sp=true"), tmp_path / "record"
+    selection, path = plan_of("tp=2,sp=true"), tmp_path / "record"
     recorded(ranks, selection, path)
     assert compared(ranks, selection, path) is None
     original = load_file(path)
@@ -151,7 +151,7 @@ def test_a_broken_technique_is_named_by_the_first_parameter(ranks, tmp_path, job
     "line",
     [
         "dp_shard=2,tp=2,zero=3,sp=true,recompute=products,accumulation=2",
-        "cp=2,pp=2,schedule=zb_h1,accumulation=4,recompute=full",
+        "cp=2,pp=2,schedule=zb_h1,accumulation=2,recompute=full",
         "dp_shard=2,ep=2,zero=1",
     ],
 )
@@ -161,6 +161,8 @@ def test_products_in_8_bits_are_those_of_one_process_but_for_the_scales_of_parts
     case = layout.processes, selection.case(layout), selection.compared.vocab_size, 2, path
     recorded(ranks, selection, path)
     assert first_difference(ranks(compare, *case)[0], TOLERANCE) is None
+    if layout.processes > 2:  # one layout tells how much is rounded
+        return
     scales = max(ranks(with_scales, *case)[0].gradients[0].values())
     recorded(ranks, plan_of(line, job=JOB), path)
     rounding = max(ranks(compare, *case)[0].gradients[0].values())
@@ -189,7 +191,7 @@ def test_products_of_experts_in_8_bits_are_those_of_one_process(ranks, tmp_path,
     ("line", "moe"),
     [
         ("dp_shard=2,tp=2,sp=true,recompute=products,accumulation=2", MoE()),
-        ("dp_shard=2,pp=2,schedule=zb_h1,accumulation=4,hpz=1,recompute=full", MoE()),
+        ("dp_shard=2,pp=2,schedule=zb_h1,accumulation=2,hpz=1,recompute=full", MoE()),
         ("dp_shard=4,ep=2,hpz=2,accumulation=2,accumulate=sharded", MIXTURE.moe),
     ],
 )
@@ -453,11 +455,8 @@ def test_like_divides_by_the_same_numbers(number, at_least):
 
 STAGED = Job(model=ModelConfig(n_layers=4, d_model=16, n_heads=2, seq_len=8, vocab_size=11, dropout=0.1))
 LINES = [
-    "dp_shard=2,zero=2,accumulation=2",
-    "dp_shard=2,zero=3,reshard=false,accumulation=2",
-    "dp_replicate=2,dp_shard=2,zero=3",
-    "tp=2,sp=true",
-    "pp=2,schedule=zb_v,accumulation=4",
+    "dp_shard=2,zero=2,tp=2,sp=true,accumulation=2",
+    "dp_replicate=2,dp_shard=2,zero=3,reshard=false,accumulation=2",
     "pp=2,schedule=dualpipe,accumulation=4",
     "cp=2",
     "cp=2,cp_ulysses=2",

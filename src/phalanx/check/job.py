@@ -6,14 +6,17 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence, Set
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 from phalanx.axes.catalogue import added_problems, axis_problems, tensor_problems
 from phalanx.blocks.kinds import attention_models
 from phalanx.blocks.parameters import parameter_shapes
 from phalanx.check.model import model_problems, size_problems, unusable_kinds
+from phalanx.config.added import once
 from phalanx.config.cluster import DEVICE_TYPES, DEVICE_WORDS, Cause, Cluster
 from phalanx.config.clusters import ACCELERATORS, maker_of
+from phalanx.config.constraints import Constraint
 from phalanx.config.corpora import CORPORA, TOKENIZERS, number_of, vocabulary_of
 from phalanx.config.fields import constraints, get, replace
 from phalanx.config.job import MOST_STEPS, Data, Job, RunOptions
@@ -291,10 +294,25 @@ def _whole_layout(job: Job) -> Iterator[Problem]:
 
 def out_of_range(config: Any, prefix: str = "") -> Iterator[Problem]:
     """Yields the path of every field of a (nested) dataclass that violates its stated range, and the message; `prefix`
-    is put before the paths."""
-    for path, ranges in constraints(type(config)).items():
-        value = get(config, path)
-        yield from ((f"{prefix}{path}", problem) for each in ranges if (problem := each.problem(value)))
+    is put before the paths. Of a job most sections are those of the last, which are not looked through again."""
+    for section, paths in _paths(type(config)).items():
+        for path, ranges in paths.items() if not section or not _in_range(get(config, section)) else ():
+            value = get(config, path)
+            yield from ((f"{prefix}{path}", problem) for each in ranges if (problem := each.problem(value)))
+
+
+@once
+def _paths(cls: type) -> dict[str, dict[str, tuple[Constraint, ...]]]:
+    """Returns the constraints of a dataclass by section, and by path; those of its own fields under ""."""
+    found: dict[str, dict[str, tuple[Constraint, ...]]] = {}
+    for path, ranges in constraints(cls).items():
+        found.setdefault(path.rpartition(".")[0].partition(".")[0], {})[path] = ranges
+    return found
+
+
+@lru_cache(1 << 10)
+def _in_range(section: Any) -> bool:
+    return not any(out_of_range(section))
 
 
 def cause_problems(causes: Sequence[Cause], places: Sequence[str]) -> Iterator[str]:

@@ -239,8 +239,9 @@ def _generate(stepper: Stepper, vocab_size: int, dry: DryWorld) -> None:
 
 
 def _save(state: TrainState) -> None:
-    """Copies what a rank writes of a checkpoint to the host, as train/saving.py does."""
-    values, snapshot = [share.flat for share in state.shares()], Snapshot(state.stepper.device)
+    """Copies what a rank writes of a checkpoint to the host, as train/saving.py does: one tensor of each type."""
+    values = [*{(x.dtype, x.device): x for x in (share.flat for share in state.shares())}.values()]
+    snapshot = Snapshot(state.stepper.device)
     snapshot.take(values)
     snapshot.fill()
     if values:

@@ -17,7 +17,6 @@ wrong summands (a factor, a bias that is added before the sum, heads in another 
 
 from __future__ import annotations
 
-import gc
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
@@ -101,10 +100,8 @@ def prove_sums(job: Job, vocab_size: int) -> SumProof:
         mock.patch.object(apply, "initialise_part"),  # parameters are equal by what they are
     ):
         for rank in range(layout.processes):
-            gc.freeze()  # or each rehearsal's end would go through all that is recorded
             recorders.append(OperationRecorder(rank, micros, apart))
             rehearse(job, rank, vocab_size, "cpu", steps, recorders[-1])
-    gc.unfreeze()
     found = dict[tuple[str, str], SumFinding]()
     for each in _findings(job, recorders, proof):
         found.setdefault((each.axis, each.what), each)

@@ -114,11 +114,13 @@ def _timeout() -> timedelta:
 
 def shutdown() -> None:
     """Destroys the process group and drops all references to it: the threads of a referenced group keep running, and
-    one whose peer is gone can occupy a whole core."""
+    one whose peer is gone can occupy a whole core. That of a rehearsal has none."""
+    rehearsed = dist.get_backend() == "fake"
     dist.destroy_process_group()
     if "torch.distributed.tensor" in sys.modules:
         from torch.distributed.tensor import debug
 
         # DTensor caches sharding decisions, each with a mesh and its groups.
         getattr(debug, "_clear_sharding_prop_cache", lambda: None)()
-    gc.collect()  # objects that refer to each other in a circle
+    if not rehearsed:
+        gc.collect()  # objects that refer to each other in a circle

@@ -55,8 +55,7 @@ def pairs(max_ranks: int, legal: Callable[[Layout], bool] = lambda _: True) -> t
     allowed, missing, found = cache(legal), -1, list[Layout]()
     left = _combinations(max_ranks)
     while left:
-        # Among equally many new pairs, fewer ranks are faster.
-        ordered = sorted(left, key=lambda each: (-(each.pairs & missing).bit_count(), each.layout.world))
+        ordered = sorted(left, key=lambda each: (each.pairs & missing).bit_count(), reverse=True)
         best = next((each for each in ordered if allowed(each.layout)), None)
         if best is None:
             break
@@ -74,7 +73,7 @@ def _combinations(max_ranks: int) -> list[_Combination]:
         layout = Layout(**{name: value for entry in chosen for name, value in _settings(entry).items()})
         if layout.world <= max_ranks and layout.shard_ranks % layout.ep == 0:
             found.append(_Combination(layout, sum(_bit(*pair) for pair in itertools.combinations(chosen, 2))))
-    return found
+    return sorted(found, key=lambda each: each.layout.world)  # among equally many new pairs, fewer ranks are faster
 
 
 @cache

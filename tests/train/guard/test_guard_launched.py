@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from covering import also_whole
 from parallel.steps import micro_batches
 from phalanx.checkpoint.inventory import check
 from phalanx.config.job import Job
@@ -55,7 +56,8 @@ def stopped(ranks: Any, job: Job) -> None:
         train(ranks, job, stop_at=1)
 
 
-LAYOUTS = [Layout(), Layout(dp_replicate=2), Layout(dp_shard=2, zero=1), Layout(dp_shard=2), Layout(pp=2), Layout(tp=2)]
+LAYOUTS = [Layout(dp_shard=2, zero=1), Layout(dp_shard=2), Layout(pp=2)]
+LAYOUTS += also_whole(Layout(), Layout(dp_replicate=2), Layout(tp=2))  # which share their path with the kinds below
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.line())
@@ -166,13 +168,13 @@ def without_reads(ranks: Any, job: Job) -> list[float]:
 @pytest.mark.parametrize(
     ("layout", "name"),
     [
-        *((layout, "adamw") for layout in (Layout(), Layout(dp_replicate=2), Layout(dp_shard=2))),
-        *((Layout(dp_shard=2), name) for name in ("lion", "muon", "fp16", "experts")),
-        *((Layout(dp_replicate=2), name) for name in ("sgd", "adamw 8bit", "fp16")),
-        *((Layout(dp_shard=2, zero=zero), "adamw") for zero in (1, 2)),
-        *((Layout(dp_shard=2, offload=part), "adamw") for part in ("optimizer", "activations", "all")),
-        *((Layout(dp_shard=2, recompute=mode), "adamw") for mode in ("products", "mlp", "full")),
-        *((layout, "fp8") for layout in (Layout(), Layout(dp_shard=2), Layout(tp=2, sp=True))),
+        *((layout, "adamw") for layout in (Layout(), *also_whole(Layout(dp_replicate=2), Layout(dp_shard=2)))),
+        *((Layout(dp_shard=2), name) for name in ("muon", "fp16", "experts", *also_whole("lion"))),
+        *((Layout(dp_replicate=2), name) for name in ("adamw 8bit", *also_whole("sgd", "fp16"))),
+        *((Layout(dp_shard=2, zero=zero), "adamw") for zero in (1, *also_whole(2))),
+        *((Layout(dp_shard=2, offload=part), "adamw") for part in ("all", *also_whole("optimizer", "activations"))),
+        *((Layout(dp_shard=2, recompute=mode), "adamw") for mode in ("full", *also_whole("products", "mlp"))),
+        *((layout, "fp8") for layout in (Layout(tp=2, sp=True), *also_whole(Layout(), Layout(dp_shard=2)))),
         (Layout(dp_shard=2, zero=2, accumulate="sharded", accumulation=2), "adamw"),
         (Layout(dp_shard=2, ep=2), "capacity"),
         (Layout(cp=2), "adamw"),

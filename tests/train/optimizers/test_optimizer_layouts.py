@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from cost.exact_state import checkpoint_bytes, state_bytes
+from covering import also_whole
 from parallel.steps import steps
 from parallel.test_composition import VOCAB, compare_and_check_bytes
 from phalanx.check.job import problems_of
@@ -42,22 +43,24 @@ LLAMA = ModelConfig(
 EXPERTS = dataclasses.replace(LLAMA, moe=MoE(n_experts=4, top_k=2, d_ff=128))
 CASES = [
     (SGD, GPT, "dp_shard=2,zero=2,bucket_mb=0.2"),
-    (SGD, GPT, "dp_shard=2,tp=2"),
-    (LION, GPT, "dp_shard=3,zero=1"),
     (LION, LLAMA, "tp=2,pp=2,accumulation=2"),
-    (LION, EXPERTS, "dp_shard=2,ep=2"),
-    (ADAMW8BIT, GPT, "dp_replicate=2,bucket_mb=0.3"),
     (ADAMW8BIT, GPT, "dp_shard=3,zero=1,bucket_mb=0.3"),
-    (ADAMW8BIT, LLAMA, "dp_shard=2,tp=2,zero=2,bucket_mb=0.3"),
     (ADAMW8BIT, LLAMA, "dp_shard=3"),
     (ADAMW8BIT, GPT, "dp_shard=2,tiles=2"),
     (ADAMW8BIT, EXPERTS, "dp_shard=4,ep=2,zero=1"),
-    (BF16, GPT, "dp_shard=3,zero=1,bucket_mb=0.3"),
     (BF16, GPT, "dp_replicate=2,bucket_mb=0.3,offload=optimizer"),
-    (BF16, GPT, "dp_shard=2,tiles=2"),
-    (BF16, LLAMA, "tp=2,pp=2,accumulation=2"),
     (BF16, EXPERTS, "dp_shard=2,ep=2"),
     (KAHAN, LLAMA, "dp_shard=2,tp=2,zero=2,bucket_mb=0.3"),
+    *also_whole(
+        (SGD, GPT, "dp_shard=2,tp=2"),
+        (LION, GPT, "dp_shard=3,zero=1"),
+        (LION, EXPERTS, "dp_shard=2,ep=2"),
+        (ADAMW8BIT, GPT, "dp_replicate=2,bucket_mb=0.3"),
+        (ADAMW8BIT, LLAMA, "dp_shard=2,tp=2,zero=2,bucket_mb=0.3"),
+        (BF16, GPT, "dp_shard=3,zero=1,bucket_mb=0.3"),
+        (BF16, GPT, "dp_shard=2,tiles=2"),
+        (BF16, LLAMA, "tp=2,pp=2,accumulation=2"),
+    ),
 ]
 
 
@@ -91,9 +94,11 @@ def test_a_layout_equals_one_process(ranks, alone, optimizer, model, line):
 @pytest.mark.parametrize(
     ("optimizer", "layouts"),
     [
-        (SGD, (Layout(dp_shard=2), Layout(tp=2))),
-        (LION, (Layout(tp=2), Layout(dp_shard=3, zero=1))),
         (ADAMW8BIT, (Layout(dp_shard=2, zero=2, bucket_mb=0.2), Layout(tp=2, sp=True), Layout(dp_shard=3))),
+        *also_whole(
+            (SGD, (Layout(dp_shard=2), Layout(tp=2))),
+            (LION, (Layout(tp=2), Layout(dp_shard=3, zero=1))),
+        ),
     ],
     ids=case_id,
 )
@@ -119,13 +124,12 @@ def test_a_checkpoint_has_codes_with_scales_of_matrices_and_moments_of_the_rest(
     [
         (SGD, "dp_shard=2,zero=1"),
         (dataclasses.replace(SGD, momentum=0.0, nesterov=False), ""),
-        (LION, "dp_shard=2,tp=2"),
         (ADAMW8BIT, "dp_shard=3,zero=2,bucket_mb=0.3,micro_batch=1"),
         (ADAMW8BIT, "dp_shard=2,tp=2"),
         (ADAMW8BIT, ""),
         (BF16, "dp_shard=3,zero=1"),
-        (BF16, "dp_shard=2,tp=2"),
         (KAHAN, "dp_shard=2,zero=2,bucket_mb=0.3"),
+        *also_whole((LION, "dp_shard=2,tp=2"), (BF16, "dp_shard=2,tp=2")),
     ],
     ids=case_id,
 )
@@ -234,11 +238,13 @@ MUON_LAYOUTS = [
     (SMALL_GPT, "dp_shard=3"),
     (SMALL_GPT, "dp_shard=2,tiles=2"),
     (SMALL_LLAMA, "tp=4,sp=true"),
-    (SMALL_LLAMA, "dp_replicate=2,dp_shard=2,tp=2"),
     (SMALL_LLAMA, "dp_shard=2,tp=2,zero=1,pp=2,accumulation=2,schedule=zb_h1"),
-    (SMALL_LLAMA, "cp=2,dp_shard=2,tp=2"),
     (DEEPSEEK, "dp_shard=4,ep=2"),
-    (DEEPSEEK, "dp_shard=2,ep=2,tp=2,zero=2,cp=2"),
+    *also_whole(
+        (SMALL_LLAMA, "dp_replicate=2,dp_shard=2,tp=2"),
+        (SMALL_LLAMA, "cp=2,dp_shard=2,tp=2"),
+        (DEEPSEEK, "dp_shard=2,ep=2,tp=2,zero=2,cp=2"),
+    ),
 ]
 
 
@@ -263,8 +269,8 @@ def test_muon_in_a_layout_equals_one_process(ranks, muon_alone, model, line):
 @pytest.mark.parametrize(
     "layouts",
     [
-        (Layout(dp_shard=2), Layout(tp=2, sp=True), Layout(dp_shard=3, zero=1)),
         (Layout(dp_shard=2, zero=2, bucket_mb=0.01), Layout(pp=2, accumulation=4), Layout(dp_shard=2, tp=2)),
+        *also_whole((Layout(dp_shard=2), Layout(tp=2, sp=True), Layout(dp_shard=3, zero=1))),
     ],
     ids=lambda layouts: " then ".join(each.line() for each in layouts),
 )
@@ -286,12 +292,11 @@ def test_a_checkpoint_has_a_momentum_for_matrices_and_moments_for_the_rest(ranks
 @pytest.mark.parametrize(
     ("model", "line"),
     [
-        (SMALL_GPT, "dp_replicate=2"),
         (SMALL_LLAMA, "dp_shard=3,zero=1"),
         (SMALL_LLAMA, "dp_shard=3,zero=2,bucket_mb=0.004"),
         (SMALL_LLAMA, "dp_shard=2,tp=2"),
         (DEEPSEEK, "dp_shard=4,ep=2,zero=1"),
-        (DEEPSEEK, "dp_shard=4,ep=2"),
+        *also_whole((SMALL_GPT, "dp_replicate=2"), (DEEPSEEK, "dp_shard=4,ep=2")),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
