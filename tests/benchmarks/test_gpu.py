@@ -33,6 +33,7 @@ from benchmarks.gpu.part import Case, Part, SkippedError
 from benchmarks.gpu.results import Results, markdown
 from benchmarks.gpu.setting import ROOT, Setting, find, slug
 
+from covering import also_whole
 from phalanx.check.load import load_file
 from phalanx.cli.main import main as phalanx
 from phalanx.verify.select import select
@@ -419,13 +420,20 @@ def test_every_layout_of_several_gpus_is_predicted_and_fits(ranks):
             assert round(prediction["tps_total"] / prediction["tps"]) == ranks
 
 
-def test_every_layout_of_several_gpus_is_rehearsed_on_fake_ones(capsys):
-    """Two of them: more ranks run the same operations on more stages."""
-    for shape, layouts in ((shapes.TINY, several.DENSE), (shapes.TINY_OTHERS[1], several.EXPERTS)):
-        for words in several.together(2, layouts).values():
-            job = [*shapes.training(H100, shape, *words), "cluster=dgx-h100", "cluster.devices_per_node=2", "--json"]
-            assert phalanx(["dryrun", *job]) == 0
-            assert json.loads(capsys.readouterr().out)["world"] == 2
+DENSE, MIXTURE = shapes.TINY, shapes.TINY_OTHERS[1]
+DENSE_OF_8 = replace(DENSE, layers=8, width=64, heads=8)
+MIXTURE_OF_8 = replace(MIXTURE, more={**MIXTURE.more, "moe.n_experts": 8})
+
+
+@pytest.mark.parametrize(
+    ("ranks", "dense", "mixture"), [(2, DENSE, MIXTURE), *also_whole((8, DENSE_OF_8, MIXTURE_OF_8))]
+)
+def test_every_layout_of_several_gpus_is_rehearsed_on_fake_ones(capsys, ranks, dense, mixture):
+    for shape, layouts in ((dense, several.DENSE), (mixture, several.EXPERTS)):
+        for words in several.together(ranks, layouts).values():
+            cluster = ("cluster=dgx-h100", f"cluster.devices_per_node={ranks}")
+            assert phalanx(["dryrun", *shapes.training(H100, shape, *words), *cluster, "--json"]) == 0
+            assert json.loads(capsys.readouterr().out)["world"] == ranks
 
 
 def test_several_processes_stand_for_gpus(tmp_path, monkeypatch):

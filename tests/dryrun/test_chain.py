@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from covering import covering
+from covering import WHOLE, covering
 from phalanx.blocks.parameters import train_flops_per_step
 from phalanx.check.job import problems_of
 from phalanx.config.job import Job, Optimizer, Train
@@ -93,6 +93,8 @@ MODELS = {
         moe=MoE(n_experts=8, top_k=1, d_ff=128, n_shared=1, router="sigmoid", renormalise=False, scale_inputs=True),
     ),
 }
+MICRO_BATCH = 1 if WHOLE else 2
+"""Sequences per micro-batch: four micro-batches in `make chain`, otherwise two."""
 LAYOUTS = [
     Layout(),
     Layout(micro_batch=2),
@@ -107,15 +109,15 @@ LAYOUTS = [
     Layout(offload="optimizer"),
     Layout(offload="activations"),
     Layout(dp_replicate=2),
-    Layout(dp_replicate=4, micro_batch=2),
+    Layout(dp_replicate=4, micro_batch=MICRO_BATCH),
     Layout(dp_shard=2, zero=1),
     Layout(dp_shard=2, zero=2),
-    Layout(dp_shard=2, zero=2, micro_batch=2),
+    Layout(dp_shard=2, zero=2, micro_batch=MICRO_BATCH),
     Layout(dp_shard=2, zero=2, recompute="full"),
-    Layout(dp_shard=4, zero=2, recompute="full", micro_batch=2, bucket_mb=0.1),
+    Layout(dp_shard=4, zero=2, recompute="full", micro_batch=MICRO_BATCH, bucket_mb=0.1),
     Layout(dp_shard=2, zero=3),
     Layout(dp_shard=8, zero=3, micro_batch=2),
-    Layout(dp_shard=2, zero=3, micro_batch=2, accumulate="sharded"),
+    Layout(dp_shard=2, zero=3, micro_batch=MICRO_BATCH, accumulate="sharded"),
     Layout(dp_shard=2, zero=3, reshard=False),
     Layout(dp_shard=2, zero=3, offload="optimizer"),
     Layout(dp_shard=2, zero=3, recompute="full"),
@@ -182,7 +184,7 @@ def named(value: Any) -> str:
 def model_of(name: str, layout: Layout) -> ModelConfig:
     """Returns the model with the layers that the layout needs: ZeRO-3 gathers weights ahead of blocks in the middle."""
     gathers = layout.zero == 3 and layout.shard_ranks > 1
-    deep = layout.pp > 2 or layout.pp_chunks > 1 or layout.recompute_cut or gathers
+    deep = layout.pp > 2 or layout.pp_chunks > 1 or layout.recompute_cut or gathers or WHOLE
     return MODELS[name] if deep else replace(MODELS[name], n_layers=2)
 
 

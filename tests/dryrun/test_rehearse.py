@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import phalanx
-from covering import covering
+from covering import WHOLE, also_whole, covering
 from phalanx.blocks.parameters import train_flops_per_step
 from phalanx.comm.calls import Recording, recorded
 from phalanx.comm.shared import SOCKETS
@@ -60,12 +60,14 @@ MODELS = {
     ),
     "adapters": replace(LLAMA, lora=LoRA(rank=4)),
 }
+MICRO_BATCH = 1 if WHOLE else 2
+"""Sequences per micro-batch: more micro-batches in `make chain`."""
 LAYOUTS = [
     Layout(),
     Layout(recompute="full", micro_batch=2),
     Layout(recompute="products"),
     Layout(dp_replicate=2),
-    *(Layout(dp_shard=2, zero=zero, micro_batch=2) for zero in (1, 2, 3)),
+    *(Layout(dp_shard=2, zero=zero, micro_batch=MICRO_BATCH) for zero in (1, 2, 3)),
     Layout(dp_replicate=2, dp_shard=2, zero=3),
     Layout(dp_replicate=2, compression="powersgd", compression_rank=2),
     Layout(tp=2),
@@ -209,7 +211,9 @@ def test_tokens_are_divided_evenly_among_experts(ranks):
         assert each.traffic_bytes["dp_shard"] == of_rank["traffic"]["dp_shard"]
 
 
-@pytest.mark.parametrize("layout", [Layout(tp=2, sp=True), Layout(pp=2, micro_batch=2)], ids=Layout.line)
+@pytest.mark.parametrize(
+    "layout", [*also_whole(Layout()), Layout(tp=2, sp=True), Layout(pp=2, micro_batch=MICRO_BATCH)], ids=named
+)
 def test_all_ranks_compute_what_the_formula_says(layout):
     job = job_of(LLAMA, layout)
     flops = sum(sum(rehearse(job, rank, VOCAB, "cpu").flops.values()) for rank in range(layout.world))
@@ -217,7 +221,8 @@ def test_all_ranks_compute_what_the_formula_says(layout):
 
 
 def test_remembered_results_are_those_of_torch(monkeypatch):
-    job = job_of(replace(MODELS["experts"], n_layers=1), Layout(dp_shard=2, zero=3))
+    model, layout = MODELS["experts"], Layout(dp_shard=2, zero=3, micro_batch=2)
+    job = job_of(model, layout) if WHOLE else job_of(replace(model, n_layers=1), replace(layout, micro_batch=0))
     first, again = (rehearse(job, 1, VOCAB, "cuda").as_dict() for _ in range(2))
     monkeypatch.setattr("phalanx.dryrun.world.remember", lambda *_: None)
     monkeypatch.setattr("phalanx.dryrun.world.remembered_on", lambda *_: {})

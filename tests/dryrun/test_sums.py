@@ -187,6 +187,11 @@ def matrix() -> tuple[tuple[str, str], ...]:
     return tuple(found)
 
 
+LARGER = (
+    ("experts", "dp_replicate=2,dp_shard=2,zero=2,accumulate=sharded,accumulation=2,micro_batch=3 model.n_layers=2"),
+    ("experts", "dp_shard=2,tp=2,pp=2,zero=1 model.n_layers=3"),
+)
+"""Layouts outside of `matrix` that `make static` judges with more layers or micro-batches."""
 LAYOUTS = (
     *JUDGED,
     ("further tokens", "dp_shard=2,tp=2,zero=3"),
@@ -206,7 +211,7 @@ LAYOUTS = (
         if WHOLE
         else ()
     ),
-    *(each for each in (matrix() if STATIC else ()) if each not in JUDGED),
+    *(each for each in ((*matrix(), *LARGER) if STATIC else ()) if each not in JUDGED),
 )
 
 

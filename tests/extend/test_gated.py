@@ -17,6 +17,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
+from covering import also_whole
 from extend.install import PACKAGES, environment, install
 from model.kinds import build, tokens
 from parallel import test_composition as composition
@@ -50,6 +51,7 @@ LAYOUTS = [
     ("gpt", "tp=4,recompute=selective"),
     ("gpt", "tp=2,pp=2,accumulation=2,recompute=full"),
     ("every other layer", "tp=2,pp=2,accumulation=2"),
+    *also_whole(("every other layer", "tp=2,cp=2,pp=2,accumulation=2")),
     ("parallel block", "tp=2,sp=true,cp=2"),
 ]
 
@@ -108,9 +110,10 @@ def test_equals_one_process(gated_ranks, reference, name, line):
         "tp=2,sp=true,sp_regather=true,recompute=full",
         "tp=2,cp=2,pp=2,accumulation=2",
         "dp_shard=2,cp=2,cp_ulysses=2,recompute=selective",
+        *also_whole("dp_shard=2,tp=2,sp=true,cp=2,cp_ulysses=2,recompute=selective"),
     ],
 )
-@pytest.mark.parametrize("attention", ["heads,gated"])
+@pytest.mark.parametrize("attention", ["heads,gated", *also_whole("gated")])
 def test_every_byte_sent_is_predicted(gated_ranks, attention, line):
     model = replace(traffic.LLAMA, attention=attention)
     traffic.check(gated_ranks, traffic.job_of(model, layout_line.parse(line)))
@@ -124,11 +127,12 @@ def test_every_byte_sent_is_predicted(gated_ranks, attention, line):
         "recompute=selective,dp_shard=2",
         "tp=2,pp=2,micro_batch=1",
         "recompute=full,pp=2,micro_batch=1",
+        *also_whole("", "tp=2,pp=2,cp=2,micro_batch=1,zero=1"),
     ],
 )
 def test_memory_is_the_predicted_one(gated_ranks, line):
     """To 4 %, on every rank."""
-    layout = layout_line.parse(line)
+    layout = layout_line.parse(line) if line else Layout()
     model = replace(memory.DEEP, attention="gated")
     memory.compare(gated_ranks, Job(model=model, layout=layout, train=Train(global_batch=4)))
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from covering import also_whole
 from extend.install import commands, install
 from phalanx import extend
 from phalanx.axes.catalogue import AXES_TABLE
@@ -79,10 +80,17 @@ def sends_what_is_predicted(phalanx, tmp_path, *words):
     assert counted == predicted["traffic_bytes"]
 
 
-def test_what_it_sends_is_as_predicted(phalanx, tmp_path):
-    words = ("dp_shard=2", "zero=2", "axes.islands.every=4", "checkpoint.every=4")
+@pytest.mark.parametrize(
+    ("world", "more"),
+    [
+        (4, ("dp_shard=2", "zero=2", "axes.islands.every=4")),
+        *also_whole((2, ()), (4, ("dp_shard=2", "zero=2")), (4, ("tp=2", "axes.islands.every=4"))),
+    ],
+)
+def test_what_it_sends_is_as_predicted(phalanx, tmp_path, world, more):
+    words = (*more, "checkpoint.every=4")
     phalanx("train", "small.yaml", *words)
-    sends_what_is_predicted(phalanx, tmp_path, *words, "cluster.devices_per_node=4")
+    sends_what_is_predicted(phalanx, tmp_path, *words, f"cluster.devices_per_node={world}")
 
 
 def test_islands_differ_between_agreements_and_a_run_resumes_with_another_number(phalanx, tmp_path):

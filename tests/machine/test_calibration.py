@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from covering import WHOLE
 from phalanx.config import clusters
 from phalanx.config.cluster import Accelerator, Cluster, Link, Sharing
 from phalanx.cost import communication as link
@@ -94,7 +95,9 @@ def test_16_bits_are_measured_as_such(few):
 
 
 def shorten(patch):
-    """Blocks so small that no operation of theirs waits for several threads."""
+    """Makes blocks so small that none of their operations waits for several threads, except in `make whole`."""
+    if WHOLE:
+        return
     patch.setattr(compute, "SMALL_MODEL", compute.TINY_MODEL)
     patch.setattr(compute, "SEQUENCES", 1)
 

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import pytest
 
+from covering import also_whole
 from phalanx.api import load_job
 from phalanx.verify.measure import TOLERANCE, compare, record
 from phalanx.verify.run import first_difference
@@ -34,21 +35,26 @@ FINDINGS = (
         "Megatron-LM 7452.1",
         "Label smoothing was over each tensor rank's part of the vocabulary.",
         "llama",
-        ("tp=2,cp=2", "tp=2,loss_chunk=24,accumulation=2", "tp=2,tiles=2,tile=head,dp_shard=2"),
+        ("tp=2,cp=2", "tp=2,loss_chunk=24,accumulation=2", "tp=2,tiles=2,tile=head,dp_shard=2", *also_whole("tp=2")),
         "train.label_smoothing=0.1",
     ),
     Finding(
         "Megatron-LM 7452.2",
         "Gathered logits went into a loss that takes them for a part of the vocabulary, which adds log(tp).",
         "llama",
-        ("tp=4",),
+        ("tp=4", *also_whole("tp=2,loss_chunk=24,accumulation=2")),
     ),
     Finding(
         "Megatron-LM 7452.3",
         "A loss beside the main one (of multi-token prediction) was divided by each rank's own tokens; here with "
         "padding that differs from rank to rank, and documents over the borders of context-parallel ranks.",
         "further tokens",
-        ("cp=2", "tp=2,sp=true,pp=2,accumulation=4", "dp_shard=2,pp=2,zero=3"),
+        (
+            "cp=2",
+            "tp=2,sp=true,pp=2,accumulation=4",
+            "dp_shard=2,pp=2,zero=3",
+            *also_whole("dp_replicate=2,dp_shard=2,zero=1"),
+        ),
         CHATS,
     ),
     Finding(
@@ -103,7 +109,7 @@ FINDINGS = (
         "torchtitan 4054",
         "With tensor parallelism and no expert parallelism gradients below the experts were not summed.",
         "experts",
-        ("tp=2",),
+        ("tp=2", *also_whole("tp=2,sp=true")),
     ),
     Finding(
         "torchtitan 4245",

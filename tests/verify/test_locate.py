@@ -9,6 +9,7 @@ from unittest import mock
 import pytest
 import torch
 
+from covering import also_whole
 from phalanx.config.job import Job
 from phalanx.config.model import ModelConfig, MoE
 from phalanx.config.presets import PRESETS
@@ -204,6 +205,10 @@ def test_an_update_that_does_not_arrive_shows_in_the_next_step(ranks):
     [
         (JOB, "tp=2,sp=true,pp=2,schedule=zb_h1,accumulation=4,recompute=full"),
         (JOB, "cp=4,cp_ulysses=2,loss_chunk=24"),
+        *also_whole(
+            (JOB, "cp=4,cp_ulysses=2,dp_shard=2,loss_chunk=24"),
+            (Job(model=PRESETS["deepseek-v3"]), "dp_shard=2,ep=2,tp=2,sp=true"),
+        ),
         (MIXTURE, "dp_shard=2,tp=2,ep=2,zero=2"),
         (MIXTURE, "cp=2,pp=2,ep=2,schedule=dualpipe"),
         (replace(JOB, model=PRESETS["pythia-70m"]), "tp=2,sp=true"),

@@ -11,6 +11,7 @@ from unittest import mock
 import pytest
 import torch
 
+from covering import also_whole
 from phalanx.config.job import Job
 from phalanx.config.model import ModelConfig, MoE
 from phalanx.config.precision import Precision
@@ -44,6 +45,7 @@ def report_of(pool, monkeypatch):
         ("bf16", ("tp=2,sp=true", "cp=2,accumulation=2")),
         ("fp16", ("tp=2,sp=true", "pp=2,accumulation=4")),
         ("fp8", ("tp=2,sp=true", "pp=2,accumulation=4")),
+        *also_whole(*((each, ("tp=2,sp=true", "cp=2,pp=2,accumulation=4")) for each in ("bf16", "fp16", "fp8"))),
     ],
 )
 def test_layouts_are_normal_in_every_precision(report_of, precision, lines):

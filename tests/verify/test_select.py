@@ -6,6 +6,7 @@ from functools import cache
 
 import pytest
 
+from covering import WHOLE, also_whole
 from phalanx.blocks.kinds import block_kinds
 from phalanx.check.job import problems_of
 from phalanx.config.job import Data, Job, Train
@@ -51,7 +52,7 @@ def test_the_matrix_by_default():
 
 def test_the_job_s_own_layout_comes_first():
     job = replace(JOB, layout=Layout(tp=4, sp=True, accumulation=8, loss_chunk=512), train=Train(global_batch=32))
-    selection = select(job, alone=True)
+    selection = select(job, alone=not WHOLE)
     assert lines(selection)[0] == "tp=4,sp=true,accumulation=2,loss_chunk=8"
     assert "is compared as tp=4,sp=true,accumulation=2,loss_chunk=8" in selection.notes[0]
     selection = select(replace(JOB, layout=Layout(tp=2)))
@@ -69,7 +70,7 @@ def test_a_schedule_by_another_framework_s_name_is_taken_and_said():
 
 def test_what_is_too_large_is_reduced_and_said():
     job = replace(JOB, layout=Layout(dp_shard=64, tp=4, zero=2), train=Train(global_batch=64))
-    selection = select(job, alone=True)
+    selection = select(job, alone=not WHOLE)
     assert lines(selection)[0] == "dp_shard=2,tp=4,zero=2"
     assert "dp_shard=64,tp=4,zero=2 (256 ranks), is compared as dp_shard=2,tp=4,zero=2" in selection.notes[0]
 
@@ -90,13 +91,14 @@ def test_illegal_layouts_of_the_matrix_are_skipped_with_the_reason():
 
 
 @cache
-def everything() -> Selection:
-    return select(JOB, full=True, max_ranks=4)
+def everything(ranks: int = 4) -> Selection:
+    return select(JOB, full=True, max_ranks=ranks)
 
 
-def test_full_adds_every_product():
-    assert set(select(JOB, max_ranks=4).layouts) < set(everything().layouts)
-    assert {3} == {parse(each.layout).tp for each in everything().skipped if "max-ranks" not in each.reason}
+@pytest.mark.parametrize(("ranks", "illegal"), [(4, {3}), *also_whole((8, {3, 5, 6, 7, 8}))])
+def test_full_adds_every_product(ranks, illegal):
+    assert set(select(JOB, max_ranks=ranks).layouts) < set(everything(ranks).layouts)
+    assert illegal == {parse(each.layout).tp for each in everything(ranks).skipped if "max-ranks" not in each.reason}
 
 
 def test_named_layouts_are_all_that_is_compared():
@@ -170,13 +172,13 @@ def test_a_model_as_it_is_gets_no_layers():
 def test_a_pipeline_of_the_job_s_own_keeps_what_it_is_about():
     model = replace(JOB.model, n_layers=32, d_model=512, n_heads=16, seq_len=256)
     layout = Layout(pp=16, dp_shard=8, schedule="zb_v", pp_cut="1+" * 31 + "1")
-    selection = select(replace(JOB, model=model, layout=layout, train=Train(global_batch=512)), alone=True)
+    selection = select(replace(JOB, model=model, layout=layout, train=Train(global_batch=512)), alone=not WHOLE)
     assert lines(selection)[0] == "dp_shard=4,pp=2,schedule=zb_v,accumulation=4"
     assert selection.case(selection.layouts[0]).model.n_layers == 5
     uneven = replace(JOB, model=replace(JOB.model, n_layers=7), layout=Layout(pp=2, pp_cut="5+2", accumulation=16))
-    assert lines(select(uneven, alone=True))[0] == "pp=2,pp_cut=5+2,accumulation=4"
+    assert lines(select(uneven, alone=not WHOLE))[0] == "pp=2,pp_cut=5+2,accumulation=4"
     large = replace(uneven, model=replace(model, n_layers=7))
-    assert lines(select(large, alone=True))[0] == "pp=2,accumulation=4"
+    assert lines(select(large, alone=not WHOLE))[0] == "pp=2,accumulation=4"
     named = select(large, lines=["pp=2,pp_cut=5+2,accumulation=2"])
     assert named.case(named.layouts[0]).model.n_layers == 7
 
@@ -186,7 +188,7 @@ def test_a_schedule_from_a_file(tmp_path):
     path.write_text(file.text(catalogue.build("zb_v", 2, 6)))
     layout = Layout(pp=2, dp_replicate=64, schedule=str(path), accumulation=6)
     job = replace(JOB, model=replace(JOB.model, n_layers=4), layout=layout, train=Train(global_batch=384))
-    selection = select(job, alone=True)
+    selection = select(job, alone=not WHOLE)
     assert lines(selection)[0] == f"dp_replicate=4,pp=2,schedule={path},accumulation=6"
     assert selection.case(selection.layouts[0]).train.global_batch == 24
 
@@ -250,7 +252,7 @@ def test_a_model_as_it_is_gets_no_experts():
 
 def test_the_job_s_own_experts_and_context_in_small():
     job = Job(model=PRESETS["deepseek-v3"], layout=parse("dp_shard=64,cp=4,cp_ulysses=2,ep=64,micro_batch=1"))
-    selection = select(job, alone=True)
+    selection = select(job, alone=not WHOLE)
     assert lines(selection)[0] == "dp_shard=2,cp=4,cp_ulysses=2,ep=8"
     assert "cp_ulysses=2,ep=64,micro_batch=1 (256 ranks), is compared as dp_shard=2,cp=4" in selection.notes[0]
 
@@ -268,14 +270,14 @@ def test_rounded_layouts_are_not_called_equal():
     with pytest.raises(JobError, match=r"int4 rounds gradients .* at most 1/14 .* quantise_gradients=none"):
         select(JOB, lines=["dp_shard=2,quantise_gradients=int4"])
     job = replace(JOB, layout=Layout(dp_shard=2, quantise_weights="int8", quantise_gradients="int4"))
-    selection = select(job, alone=True)
+    selection = select(job, alone=not WHOLE)
     assert selection.layouts[0].line() == "dp_shard=2"
     notes = [note for note in selection.notes if "compared without quantisation" in note]
     assert ["1/254" in note for note in notes] == [True, False]
     with pytest.raises(JobError, match=r"powersgd sums only their part .* nearest legal: compression=none"):
         select(JOB, lines=["dp_replicate=2,compression=powersgd"])
     job = replace(JOB, layout=Layout(dp_replicate=2, compression="powersgd", compression_rank=1))
-    assert select(job, alone=True).layouts[0].line() == "dp_replicate=2"
+    assert select(job, alone=not WHOLE).layouts[0].line() == "dp_replicate=2"
 
 
 @pytest.mark.parametrize("sync", ["asp", "local_sgd", "diloco"])
