@@ -38,7 +38,7 @@ MOST_LINES = {
     "config": 6662,
     "cost": 7316,
     "data": 6793,
-    "dryrun": 2698,
+    "dryrun": 2705,
     "evaluate": 663,
     "exchange": 2621,
     "foreign": 4274,

@@ -238,6 +238,14 @@ def test_parameters_that_are_whole_for_a_moment_are_communication():
     assert sum(each["bytes"] for each in whole) > 4 * outside
 
 
+def test_gradients_leave_a_gpu_for_the_host():
+    def communication(n_layers: int) -> float:
+        layout = Layout(dp_shard=2, zero=3, offload="optimizer+parameters", recompute="full")
+        return rehearse(job_of(replace(LLAMA, n_layers=n_layers), layout), 0, VOCAB, "cuda").peak_bytes["communication"]
+
+    assert communication(6) == communication(3)
+
+
 def test_rehearsals_of_generation_follow_each_other():
     # Views of cached keys, which with FSDP are no tensors of inference mode.
     for layout in (Layout(), Layout(dp_shard=2)):

@@ -87,10 +87,11 @@ class NamedDevices(TorchFunctionMode):
         given = (*args, *kwargs.values()) if kwargs else args
         self.calls.append(given)
         try:
-            if (
-                func in _OWN_KERNELS and _named_and_on_gpu(given)[1]
-            ):  # torch's code takes them where its device is a GPU
+            named, on_gpu = _named_and_on_gpu(given) if func in _OWN_KERNELS or func in _TO else (False, False)
+            if func in _OWN_KERNELS and on_gpu:  # torch's code takes them where its device is a GPU
                 func = _OWN_KERNELS[func]
+            elif func in _TO and on_gpu and (named or func is Tensor.cpu):  # torch's code finds them there already
+                return _copied_to_host(*args, **kwargs or {})
             return func(*args, **kwargs) if kwargs else func(*args)
         finally:
             self.calls.pop()
@@ -142,6 +143,12 @@ def _rms_norm(x: Tensor, shape: Sequence[int], weight: Tensor | None = None, eps
     return _RmsNorm.apply(x, weight, len(shape))
 
 
+def _copied_to_host(x: Tensor, *given: Any, non_blocking: bool = False, dtype: Any = None, **_: Any) -> Tensor:
+    dtype = next((each for each in given if isinstance(each, torch.dtype)), dtype)
+    return torch.ops.aten._to_copy.default(x, dtype=dtype, device=torch.device("cpu"), non_blocking=non_blocking)
+
+
+_TO = {Tensor.to, Tensor.cpu}
 _OWN_KERNELS = {F.rms_norm: _rms_norm, F.scaled_dot_product_attention: attention_on_gpu}
 
 
