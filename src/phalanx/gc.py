@@ -18,6 +18,7 @@ def gc_paused() -> Iterator[None]:
         yield
     finally:
         if enabled:
-            gc.freeze()
-            gc.unfreeze()
+            if not gc.get_freeze_count():  # what is frozen stays so
+                gc.freeze()
+                gc.unfreeze()
             gc.enable()
