@@ -115,7 +115,7 @@ def counted_rows(layout: Layout) -> Iterator[list[tuple[int, int]]]:
     """Yields the numbers of rows, or of tokens that are sent once, that this rank sends to others and gets from them,
     on their way to experts inside groups of ep_node ranks and then between these, as it exchanges them."""
     near = layout.ep_node if layout.ep_nodes > 1 else layout.ep
-    rows, table_of, paths_of = list[tuple[int, int]](), expert._gather_counts, expert.RowExchange.paths
+    rows, table_of, paths_of = list[tuple[int, int]](), expert.gather_counts, expert.RowExchange.paths
 
     def counts_of_all(ep: Axis, *own: Any) -> torch.Tensor:
         counts = table_of(ep, *own)
@@ -134,7 +134,7 @@ def counted_rows(layout: Layout) -> Iterator[list[tuple[int, int]]]:
         rows.append((out, sum(parts[a][b] for a, b, c, d in hops if c != d and ep.rank == d)))
 
     with (
-        mock.patch.object(expert, "_gather_counts", counts_of_all),
+        mock.patch.object(expert, "gather_counts", counts_of_all),
         mock.patch.object(expert.RowExchange, "paths", paths),
     ):
         yield rows

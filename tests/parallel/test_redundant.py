@@ -88,7 +88,7 @@ def compared(ranks: Any) -> None:
             continue
         whole = whole_layer(model, one_sided)
         part = part_of(whole, ep, dispatch_of)
-        redundant.connect(part)
+        redundant.connect(part, [ep], 2)
         all_here, here_alone = (Conversations(each, 1) if pad else None for each in (numbers, numbers[mine]))
         apply = partial(part, conversations=here_alone)
         expected, of_x = run(partial(whole, conversations=all_here), x, weights)

@@ -322,7 +322,7 @@ BUGS = (
         "rows that arrive are taken to be in the order of experts, and are in that of ranks",
         "dp_shard=2,ep=2",
         "parallel.expert:RowFlight.compute",
-        (("_transpose_blocks(self.out.wait(self.take()), self.blocks)", "self.out.wait(self.take())"),),
+        (("transpose_blocks(self.out.wait(self.take()), self.blocks)", "self.out.wait(self.take())"),),
         "moe.experts |",
         model="experts",
     ),

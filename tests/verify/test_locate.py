@@ -128,13 +128,13 @@ def without_the_sum_before_the_mlp(ranks, *args):
 
 def with_rows_in_another_order(ranks, *args):
     """Expert parallelism: what comes back is not in the order of what was sent."""
-    real = expert._transpose_blocks
+    real = expert.transpose_blocks
     calls = iter(range(10**6))
 
     def transpose(rows, blocks):
         return real(rows, blocks) if next(calls) % 2 == 0 else real(rows, blocks).flip(0)
 
-    with mock.patch.object(expert, "_transpose_blocks", transpose):
+    with mock.patch.object(expert, "transpose_blocks", transpose):
         return trace_step(ranks, *args)
 
 

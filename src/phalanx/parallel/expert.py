@@ -181,12 +181,12 @@ class FoldedSequences(Sequences):
         return torch.arange(self.tp.rank * here, (self.tp.rank + 1) * here, device=x.device) // seq
 
 
-def _lengths(ends: Tensor) -> Tensor:
+def lengths(ends: Tensor) -> Tensor:
     """Returns the lengths of runs that follow each other, of which these are the ends."""
     return ends.long().diff(prepend=ends.new_zeros(1))
 
 
-def _gather_counts(ep: Axis, counts: Tensor) -> Tensor:
+def gather_counts(ep: Axis, counts: Tensor) -> Tensor:
     """Returns the numbers `counts` of every rank, (ranks, numbers)."""
     every = counts.new_empty(ep.size, len(counts))
     ep.all_gather(every.view(-1), counts).wait()
@@ -198,11 +198,12 @@ def _parts(sizes: Sequence[int], ep: int) -> list[int]:
     return [sum(sizes[expert] for expert in experts_of(len(sizes), ep, rank)) for rank in range(ep)]
 
 
-def _transposed(blocks: Sequence[Sequence[int]]) -> list[list[int]]:
+def transposed(blocks: Sequence[Sequence[int]]) -> list[list[int]]:
+    """Returns the columns of a table of sizes."""
     return [list(column) for column in zip(*blocks, strict=True)]
 
 
-def _transpose_blocks(rows: Tensor, blocks: Sequence[Sequence[int]]) -> Tensor:
+def transpose_blocks(rows: Tensor, blocks: Sequence[Sequence[int]]) -> Tensor:
     """Reorders rows, given as blocks of `blocks` rows each, from row-major to column-major order of the blocks.
 
     Splitting and concatenating save nothing for the backward pass; an index would save itself."""
@@ -230,7 +231,7 @@ class RowExchange:
     @uncompiled
     def _start(self, moe: MixtureOfExperts, routed: RoutedTokens, rows: Tensor) -> RowFlight:
         ep, n, ends = self.ep, moe.config.moe.n_experts, routed.slots.ends
-        counts = torch.full((ep.size, n), len(rows) // n) if ends is None else _gather_counts(ep, _lengths(ends))
+        counts = torch.full((ep.size, n), len(rows) // n) if ends is None else gather_counts(ep, lengths(ends))
         # The host waits here for the device, once per layer and forward pass: an all-to-all needs to be told its sizes.
         table, mine = counts.tolist(), experts_of(n, ep.size, ep.rank)
         blocks = [line[mine.start : mine.stop] for line in table]
@@ -250,11 +251,11 @@ class RowExchange:
         to = [mine[start : start + near] for start in range(0, len(mine), near)]  # by group, then place
         passing = [[*rows[neighbour][place::near]] for neighbour in group]  # by neighbour, then group
         arriving = [sum(theirs[start : start + near]) for start in range(0, len(theirs), near)]
-        to_places, inside = [sum(line) for line in _transposed(to)], [sum(line) for line in passing]
-        across = [sum(line) for line in _transposed(passing)]
+        to_places, inside = [sum(line) for line in transposed(to)], [sum(line) for line in passing]
+        across = [sum(line) for line in transposed(passing)]
         out = [_ExchangeRows(self.near, to_places, inside), _ExchangeRows(self.far, across, arriving)]
         back = [_ExchangeRows(self.far, arriving, across), _ExchangeRows(self.near, inside, to_places)]
-        return RowPath(out, [to, passing, ()]), RowPath(back, [(), _transposed(passing), _transposed(to)])
+        return RowPath(out, [to, passing, ()]), RowPath(back, [(), transposed(passing), transposed(to)])
 
 
 @dataclass(eq=False)
@@ -276,9 +277,9 @@ class RowFlight:
     def compute(self) -> None:
         """Applies the experts to the rows that have arrived, and starts to send theirs back."""
         # Reusing the name frees the received rows before the experts run.
-        received = _transpose_blocks(self.out.wait(self.take()), self.blocks)
+        received = transpose_blocks(self.out.wait(self.take()), self.blocks)
         computed = self.moe.experts(received, self.ends)
-        self.arriving = self.back.start(_transpose_blocks(computed, _transposed(self.blocks)))
+        self.arriving = self.back.start(transpose_blocks(computed, transposed(self.blocks)))
 
     def finish(self) -> Tensor:
         """Returns each token's combined output, (tokens, d_model)."""
@@ -320,8 +321,8 @@ class TokenExchange:
         once = ranks.where(first, size).sort(-1).values[:, :size]
         slots = slots_of(once, size, once < size)
         experts = torch.searchsorted(chosen.flatten().sort().values, torch.arange(n, device=chosen.device), right=True)
-        counts = torch.cat([_reached(slots.ends, chosen, n), _lengths(experts)])
-        table = _gather_counts(self.ep, counts).tolist()
+        counts = torch.cat([_reached(slots.ends, chosen, n), lengths(experts)])
+        table = gather_counts(self.ep, counts).tolist()
         to, of = table[rank][:size], [line[rank] for line in table]
         sent, mine = sum(to), experts_of(n, size, rank)
         slots = slots._replace(choices=slots.choices[:sent])
@@ -375,7 +376,7 @@ def _reached(ends: Ends, chosen: Tensor, n: int) -> Tensor:
     """Returns the number of tokens for each rank, of which `ends` are the ends. A rehearsal, whose routers choose
     nothing, puts a function of its own here, which needs the `chosen` ones among `n` experts."""
     assert ends is not None, "ranks have different numbers"
-    return _lengths(ends)
+    return lengths(ends)
 
 
 @dataclass
@@ -428,12 +429,12 @@ class RowPath:
 
     def start(self, rows: Tensor) -> Tensor:
         """Starts sending rows. Returns what `wait` takes."""
-        return self.hops[0].start(_transpose_blocks(rows, self.blocks[0]))
+        return self.hops[0].start(transpose_blocks(rows, self.blocks[0]))
 
     def wait(self, arriving: Tensor) -> Tensor:
         """Returns the rows that have come all the way."""
         for number, hop in enumerate(self.hops, 1):
-            arriving = _transpose_blocks(hop.wait(arriving), self.blocks[number])
+            arriving = transpose_blocks(hop.wait(arriving), self.blocks[number])
             if number < len(self.hops):
                 arriving = self.hops[number].start(arriving)
         return arriving

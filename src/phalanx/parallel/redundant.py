@@ -92,11 +92,13 @@ def _shared_out(
     return table
 
 
-def connect(model: nn.Module) -> None:
-    """Makes the routed experts in `model` compute with copies of others: of rows in two parts, own and copies'."""
+def connect(model: nn.Module, axes: Sequence[Axis], copies: int) -> RedundantRows:
+    """Makes the routed experts in `model` compute with `copies` of others on each rank: of rows in two parts, own and
+    copies'. Returns their dispatcher over the `axes` of RowExchange."""
     for module in model.modules():
         if isinstance(module, MixtureOfExperts):
             vars(module.experts)["forward"] = MethodType(_with_copies, module.experts)
+    return RedundantRows(*axes, copies=copies)
 
 
 @dataclass(frozen=True)
@@ -117,7 +119,7 @@ class RedundantRows(RowExchange):
         slots = routed.slots
         assert slots.ends is not None, "experts have different numbers"
         # The host waits here for the device, as without copies.
-        placement = placed(expert._gather_counts(self.ep, expert._lengths(slots.ends)).tolist(), self.copies)
+        placement = placed(expert.gather_counts(self.ep, expert.lengths(slots.ends)).tolist(), self.copies)
         sizes = placement.table[self.ep.rank]
         rows, device = sum(sizes), slots.choices.device
         order = [*_by_expert(placement.copied, len(sizes) // self.ep.size)]
@@ -271,19 +273,8 @@ class CopiedFlight(RowFlight):
     @uncompiled
     def compute(self) -> None:
         """Applies the experts and copies here to the rows that have arrived, and starts to send theirs back."""
-        slots, ranks, own = len(self.blocks[0]), len(self.blocks), self.shared.own
-        parts = self.out.wait(self.take()).split([size for line in self.blocks for size in line])
-        received = [
-            torch.cat([part for slot in some for part in parts[slot::slots]])
-            for some in (range(own), range(own, slots))
-        ]
-        del parts
-        computed = self.moe.experts((received[0], received[1]), self.shared)
-        sizes = [[line[slot] for line in self.blocks] for slot in range(slots)]
-        pieces = [
-            piece
-            for part, some in zip(computed, (sizes[:own], sizes[own:]), strict=True)
-            for piece in part.split([size for line in some for size in line])
-        ]
-        back = torch.cat([piece for rank in range(ranks) for piece in pieces[rank::ranks]])
-        self.arriving = self.back.start(back)
+        own = sum(sum(line[: self.shared.own]) for line in self.blocks)
+        # Reusing the name frees the received rows before the experts run.
+        received = expert.transpose_blocks(self.out.wait(self.take()), self.blocks)
+        computed = torch.cat(self.moe.experts((received[:own], received[own:]), self.shared))
+        self.arriving = self.back.start(expert.transpose_blocks(computed, expert.transposed(self.blocks)))
