@@ -32,7 +32,7 @@ INNER_FLOORS = {
 MOST_LINES = {
     "axes": 811,
     "blocks": 3510,
-    "check": 2148,
+    "check": 2157,
     "checkpoint": 4161,
     "cli": 7673,
     "comm": 2139,

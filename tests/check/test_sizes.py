@@ -12,6 +12,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from phalanx.check import model as model_rules
+from phalanx.check.job import out_of_range
 from phalanx.check.load import load_words
 from phalanx.check.model import size_problems
 from phalanx.cli.main import main
@@ -58,6 +59,11 @@ def test_a_number_above_its_bound_is_refused_with_the_reason(path: str, most: in
     assert found[1].startswith(f"must be at most {most:,}, is {most + 1:,}: ")
     assert not any(found[0] == path for found in size_problems(replace(Job(), path, most)))
     problems([f"{path}={most}"])
+
+
+def test_a_section_that_a_program_gave_a_list_is_looked_through() -> None:
+    job = replace(replace(Job(), "run.trackers", ["wandb"]), "run.timeout_s", -1.0)
+    assert [path for path, _ in out_of_range(job)] == ["run.timeout_s"]
 
 
 def test_a_product_of_axes_is_bounded() -> None:

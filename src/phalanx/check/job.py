@@ -310,8 +310,17 @@ def _paths(cls: type) -> dict[str, dict[str, tuple[Constraint, ...]]]:
     return found
 
 
-@lru_cache(1 << 10)
 def _in_range(section: Any) -> bool:
+    """Returns whether nothing need be said of a section, as was found before; not if a program gave it a list, which
+    has no hash."""
+    try:
+        return _is_in_range(section)
+    except TypeError:
+        return False
+
+
+@lru_cache(1 << 10)
+def _is_in_range(section: Any) -> bool:
     return not any(out_of_range(section))
 
 
