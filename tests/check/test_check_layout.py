@@ -370,9 +370,11 @@ def test_whole_experts_on_tensor_ranks(layout, message):
         ({"redundant_experts": 1, "ep": 1}, "has no effect here: it is for expert parallelism: layout.ep above 1"),
         ({"redundant_experts": 1, "auto": True}, "nearest legal: 0, or a layout without auto"),
         ({"redundant_experts": 9}, "redundant_experts 9 exceeds the 6 experts of other ranks; nearest "),
-        ({"redundant_experts": 1, "dispatch": "tokens"}, "nearest legal: dispatch=rows, or redundant_experts=0"),
         ({"redundant_experts": 1, "ep_overlap": True}, "nearest legal: ep_overlap=false, or redundant_experts=0"),
-        ({"redundant_experts": 1, "pp": 2, "schedule": "zb_h1"}, "nearest legal: 1f1b, or redundant_experts=0"),
+        (
+            {"redundant_experts": 1, "pp": 2, "schedule": "terapipe", "pp_slices": 2},
+            "slices of sequences, of which each would send redundant_experts; nearest legal: 1f1b, or ",
+        ),
         ({"redundant_experts": 1, "tiles": 2, "tile": "experts"}, "nearest legal: a tile without experts, or "),
     ],
 )

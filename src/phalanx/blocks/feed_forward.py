@@ -311,6 +311,9 @@ def _routing_messages(place: Place) -> Iterator[Message]:
         yield Message("cp", "all_gather", place.cp * chosen, "index", forward=1, full=1)
     if place.once or not moe.capacity:
         n, numbers = place.slices * len(place.halves), moe.n_experts + place.ep * place.once
+        if place.once and place.redundant:  # of each expert first, then of each slot
+            yield Message("ep", "all_gather", place.ep * moe.n_experts, "index", forward=n, full=n)
+            numbers += place.ep * place.redundant
         yield Message("ep", "all_gather", place.ep * numbers, "index", forward=n, full=n)
 
 

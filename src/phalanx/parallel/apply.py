@@ -219,8 +219,8 @@ def apply_expert_parallel(parts: Construction) -> None:
     name, axes = layout.dispatch, (ep, parts.mesh.axis("ep_near"), parts.mesh.axis("ep_far"))
     with package_code(f"dispatcher {name!r} of {DISPATCHERS.owner(name)} failed", passing=(JobError,)):
         dispatch = expert.dispatcher(name, parts.device)(*axes)
-    if layout.redundant_experts:  # with dispatch=rows
-        dispatch = redundant.connect(parts.model, axes, layout.redundant_experts)
+    if layout.redundant_experts:
+        dispatch = redundant.connect(parts.model, dispatch, layout.redundant_experts)
     expert.connect(parts.model, dispatch, layout)
     if layout.ep_overlap:
         expert.overlap_halves(parts.model)

@@ -304,11 +304,12 @@ class TokenExchange:
     other ways to send and to return that of a library."""
 
     ep: Axis
+    copies: int = field(default=0, kw_only=True)
+    """Experts on each rank that are copies of others' (parallel/redundant.py)."""
 
     def __call__(self, moe: MixtureOfExperts, routed: RoutedTokens) -> TokenFlight:
         """Starts to send."""
-        n, chosen = moe.config.moe.n_experts, moe.order(routed.chosen)
-        chosen = chosen if routed.slots.kept is None else chosen.where(routed.slots.kept, n)
+        chosen, n = chosen_of(moe, routed), moe.config.moe.n_experts
         return TokenFlight(moe, self, self.send(routed.tokens, chosen, routed.gates, n))
 
     @uncompiled
@@ -321,7 +322,7 @@ class TokenExchange:
         once = ranks.where(first, size).sort(-1).values[:, :size]
         slots = slots_of(once, size, once < size)
         experts = torch.searchsorted(chosen.flatten().sort().values, torch.arange(n, device=chosen.device), right=True)
-        counts = torch.cat([_reached(slots.ends, chosen, n), lengths(experts)])
+        counts = torch.cat([_reached(slots.ends, chosen, n - size * self.copies), lengths(experts)])
         table = gather_counts(self.ep, counts).tolist()
         to, of = table[rank][:size], [line[rank] for line in table]
         sent, mine = sum(to), experts_of(n, size, rank)
@@ -353,6 +354,12 @@ class TokenExchange:
         rows, slots = sent.out.wait(sent.take()), sent.slots
         assert slots.kept is not None, "a token may have all its experts on one rank"
         return Combine.apply(rows, slots.kept.to(rows.dtype), slots.choices, slots.rows)  # pyright: ignore[reportReturnType]
+
+
+def chosen_of(moe: MixtureOfExperts, routed: RoutedTokens) -> Tensor:
+    """Returns each token's experts in the order of ranks, (tokens, top_k): n_experts for a choice that is dropped."""
+    chosen, kept = moe.order(routed.chosen), routed.slots.kept
+    return chosen if kept is None else chosen.where(kept, moe.config.moe.n_experts)
 
 
 def arrived(tokens: Tensor, chosen: Tensor, gates: Tensor, experts: int, rows: int) -> RoutedTokens:
@@ -411,8 +418,12 @@ class TokenFlight:
     def compute(self) -> None:
         """Applies the experts to the tokens that have arrived, and starts to send their outputs back."""
         moe, here = self.moe, self.exchange.arrive(self.sent)
-        rows = moe.experts(moe.rows(here), here.slots.ends)
+        rows = self.computed(moe.rows(here), here.slots.ends)
         self.exchange.send_back(MixtureOfExperts.combine(moe, rows, here), self.sent)
+
+    def computed(self, rows: Tensor, ends: Ends) -> Tensor:
+        """Returns the experts' outputs of their rows, (rows, d_model)."""
+        return self.moe.experts(rows, ends)
 
     def finish(self) -> Tensor:
         """Returns each token's combined output, (tokens, d_model)."""

@@ -101,12 +101,16 @@ def _redundancy_problems(job: Job) -> Iterator[Problem]:
         yield "layout.redundant_experts", Misfit(wrong, copies, {"layout.redundant_experts": range(others + 1)})
     refused = {
         "layout.dispatch": (
-            layout.dispatch != "rows",
-            f"dispatch {layout.dispatch} sends tokens to the owners of their experts",
-            "dispatch=rows",
+            layout.dispatch not in ("rows", "tokens", "deepep"),
+            f"dispatch {layout.dispatch} is a package's own and sends to the owners of experts",
+            "dispatch=tokens",
         ),
         "layout.ep_overlap": (layout.ep_overlap, "halves of the sequences would each send them", "ep_overlap=false"),
-        "model.moe.capacity": (moe.capacity > 0, "with a capacity all experts have equally many rows", "capacity=0"),
+        "model.moe.capacity": (
+            moe.capacity > 0 and layout.dispatch == "rows",
+            "with a capacity rows of all experts are equally many",
+            "capacity=0, dispatch=tokens",
+        ),
         "layout.tile": (
             layout.tiles > 1 and "experts" in layout.tiled_layers,
             "a tile is gathered when it computes",
@@ -132,13 +136,9 @@ def _redundancy_layout_problems(job: Job) -> Iterator[Problem]:
     layout = job.layout
     if not layout.redundant_experts or layout.ep == 1:
         return
-    if slices_of(layout) > 1 or splits_backward(layout):
-        why = "slices of sequences" if slices_of(layout) > 1 else "weight gradients that wait"
-        yield (
-            "layout.schedule",
-            f"schedule {layout.schedule} has {why}, and redundant_experts send their gradients back in the same pass; "
-            "nearest legal: 1f1b, or redundant_experts=0",
-        )
+    if slices_of(layout) > 1:
+        why = f"schedule {layout.schedule} has slices of sequences, of which each would send redundant_experts"
+        yield "layout.schedule", f"{why}; nearest legal: 1f1b, or redundant_experts=0"
 
 
 REDUNDANCY = Technique(
@@ -151,9 +151,11 @@ REDUNDANCY = Technique(
     conditions={"layout.redundant_experts": above("layout.ep", 1, "expert parallelism: ", auto=True)},
     layouts=(
         "dp_shard=2,ep=2,redundant_experts=1",
+        "dp_shard=4,ep=4,zero=1,redundant_experts=1,dispatch=tokens",
         "dp_shard=4,ep=2,zero=3,redundant_experts=2,recompute=full",
         "dp_shard=4,ep=4,ep_node=2,zero=2,redundant_experts=2,accumulation=2",
         "dp_shard=2,tp=2,ep=4,etp=1,sp=true,redundant_experts=1,recompute=mlp",
+        "dp_shard=2,pp=2,ep=2,zero=2,schedule=zb_h1,redundant_experts=1,accumulation=2,dispatch=tokens",
         "dp_replicate=2,dp_shard=2,ep=2,zero=1,redundant_experts=1,recompute=products",
         "cp=2,tp=2,pp=2,ep=2,redundant_experts=1,accumulation=2",
     ),
