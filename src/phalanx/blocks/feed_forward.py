@@ -234,8 +234,8 @@ def routed_rows(place: Place) -> int:
     seq = model.seq_len // place.cp
     if not place.folds:
         return moe.n_experts * place.sequences * min(most, seq)
-    met = sequences_met(place.sequences, seq, place.tp)
-    return moe.n_experts * place.tp * min(met * most, place.tokens // place.tp)
+    met = ((half, sequences_met(half, seq, place.tp)) for half in place.halves)
+    return moe.n_experts * place.tp * sum(min(runs * most, half * seq // place.tp) for half, runs in met)
 
 
 def tokens_reaching(tokens: int, experts: int, top_k: int, ranks: int) -> int:
