@@ -364,15 +364,19 @@ def test_whole_experts_on_tensor_ranks(layout, message):
         ({"dispatch": "tokens", "ep_node": 2}, "ep_node 2 rows inside nodes first; nearest legal: ep_node=1, or "),
         ({"ep_overlap": True, "micro_batch": 1}, "micro_batch 1 has no halves of sequences, which ep_overlap needs"),
         ({"ep_overlap": True, "ep": 2}, "zero 3 gathers the experts of edp 2 ranks again for each half of ep_overlap"),
-        ({"ep_overlap": True, "tp": 2}, "tp 2 shares tokens, ep_overlap needs whole sequences; nearest legal: tp=1"),
-        ({"ep_overlap": True, "pp": 2, "schedule": "zb_h1"}, "zb_h1 has weight gradients that wait, ep_overlap none"),
+        (
+            {"ep_overlap": True, "pp": 2, "schedule": "terapipe", "pp_slices": 2},
+            "schedule terapipe has slices of sequences, ep_overlap none; nearest legal: 1f1b, or ep_overlap=false",
+        ),
         ({"ep_overlap": True, "ep": 1}, "has no effect here: it is for expert parallelism: layout.ep above 1"),
         ({"redundant_experts": 1, "ep": 1}, "has no effect here: it is for expert parallelism: layout.ep above 1"),
         ({"redundant_experts": 1, "auto": True}, "nearest legal: 0, or a layout without auto"),
         ({"redundant_experts": 9}, "redundant_experts 9 exceeds the 6 experts of other ranks; nearest "),
-        ({"redundant_experts": 1, "dispatch": "tokens"}, "nearest legal: dispatch=rows, or redundant_experts=0"),
         ({"redundant_experts": 1, "ep_overlap": True}, "nearest legal: ep_overlap=false, or redundant_experts=0"),
-        ({"redundant_experts": 1, "pp": 2, "schedule": "zb_h1"}, "nearest legal: 1f1b, or redundant_experts=0"),
+        (
+            {"redundant_experts": 1, "pp": 2, "schedule": "terapipe", "pp_slices": 2},
+            "slices of sequences, of which each would send redundant_experts; nearest legal: 1f1b, or ",
+        ),
         ({"redundant_experts": 1, "tiles": 2, "tile": "experts"}, "nearest legal: a tile without experts, or "),
     ],
 )

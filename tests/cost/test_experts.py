@@ -9,8 +9,11 @@ import pytest
 
 from phalanx.blocks.kinds import block, block_kinds
 from phalanx.blocks.operator import Place
+from phalanx.check.load import load_words
+from phalanx.config.overrides import parse
 from phalanx.config.presets import PRESETS
 from phalanx.cost.frameworks import FRAMEWORKS
+from phalanx.cost.job_spec import step_spec
 from phalanx.cost.prediction import predict
 from phalanx.cost.rank_time import GRAPHED, REPEATED, exposed_share, launch_seconds, repeated_seconds
 from phalanx.cost.spec import StepSpec
@@ -65,6 +68,19 @@ def test_only_traffic_beyond_the_computation_is_exposed():
     assert exposed_share(spec(ep_overlaps=True, ep_cores=32), 1.0, 2.0) > alone
     assert exposed_share(spec(ep_overlaps=False), 1.0, 2.0) == 1
     assert seconds(graphs="iteration", ep_overlaps=True) < seconds(graphs="iteration", ep_overlaps=False)
+
+
+def test_traffic_beside_the_other_half_hides_less_in_split_backward_passes():
+    def exposed(*words: str) -> float:
+        layout = "dp_shard=8 tp=4 sp=true ep=32 etp=1 pp=8 zero=2 micro_batch=2 train.global_batch=1024"
+        asked = f"model=deepseek-v3 cluster=dgx-h200:32 train.precision=bf16 {layout}".split()
+        job = load_words(parse([*asked, *words])).job
+        return predict(step_spec(job, 129280)).parts.exposed["ep"]
+
+    alone, whole, split = (
+        exposed(*words) for words in ([], ["ep_overlap=true"], ["ep_overlap=true", "schedule=zb_h1"])
+    )
+    assert whole < split < alone
 
 
 def test_recomputed_modules_take_their_share_of_a_forward_pass():

@@ -147,6 +147,8 @@ LAYOUTS = [
     Layout(dp_shard=2, ep=2, zero=3, ep_overlap=True),
     Layout(dp_shard=4, ep=4, zero=1, dispatch="tokens", ep_overlap=True),
     Layout(dp_shard=2, ep=2, zero=2, redundant_experts=1),
+    Layout(dp_shard=2, ep=2, zero=2, redundant_experts=1, dispatch="tokens"),
+    Layout(dp_shard=2, tp=2, sp=True, ep=2, zero=2, ep_overlap=True, micro_batch=2),
     Layout(dp_shard=4, ep=2, zero=3, redundant_experts=2, recompute="full"),
     Layout(dp_shard=4, ep=4, zero=3, redundant_experts=3, micro_batch=1),
     Layout(tp=2, sp=True, ep=2, etp=1),
@@ -228,6 +230,18 @@ def test_tiles_send_their_gradients_one_by_one(name):
     job = job_of(name, layout)
     expected = step_memory(rank_spec(job, VOCAB, "cpu"))[0]
     assert expected.allocated == pytest.approx(rehearse(job, 0, VOCAB, "cpu").peak, rel=BOUND)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout(dp_shard=2, pp=2, ep=2, zero=2, schedule="zb_h1", micro_batch=1, redundant_experts=1),
+        Layout(dp_shard=2, pp=2, tp=2, sp=True, ep=2, zero=1, schedule="zb_h1", ep_overlap=True, micro_batch=2),
+    ],
+    ids=Layout.line,
+)
+def test_experts_in_split_backward_passes(layout):
+    test_what_is_predicted_is_what_the_program_does("experts", layout)
 
 
 @pytest.mark.parametrize(("name", "layout"), covering(CELLS, size=1), ids=named)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import cycle
 from typing import Any
 from unittest import mock
 
@@ -115,11 +116,13 @@ def counted_rows(layout: Layout) -> Iterator[list[tuple[int, int]]]:
     """Yields the numbers of rows, or of tokens that are sent once, that this rank sends to others and gets from them,
     on their way to experts inside groups of ep_node ranks and then between these, as it exchanges them."""
     near = layout.ep_node if layout.ep_nodes > 1 else layout.ep
+    turns = cycle((False, True) if layout.redundant_experts else (True,))
     rows, table_of, paths_of = list[tuple[int, int]](), expert.gather_counts, expert.RowExchange.paths
 
     def counts_of_all(ep: Axis, *own: Any) -> torch.Tensor:
         counts = table_of(ep, *own)
-        if layout.dispatch != "rows":
+        # With copies the rows of each expert are counted first, then the tokens for each rank.
+        if layout.dispatch != "rows" and next(turns):
             note(ep, counts.tolist())
         return counts
 

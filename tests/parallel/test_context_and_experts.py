@@ -82,6 +82,11 @@ TABLE = [
     ("mixtral", "dp_shard=2,ep=2,redundant_experts=2,accumulation=2"),
     ("deepseek", "dp_shard=4,ep=4,ep_node=2,redundant_experts=1,zero=2,recompute=full"),
     ("mixtral", "dp_shard=2,tp=2,sp=true,ep=4,etp=1,redundant_experts=2,zero=1,recompute=mlp"),
+    ("capacity", "dp_shard=2,cp=2,ep=4,redundant_experts=2,dispatch=tokens,zero=1"),
+    ("deepseek", "dp_shard=2,pp=2,tp=2,ep=2,redundant_experts=1,schedule=zb_h1,accumulation=4"),
+    ("capacity", "dp_shard=2,tp=2,sp=true,ep=4,etp=1,ep_overlap=true,micro_batch=4"),
+    ("mixtral", "dp_shard=2,tp=2,sp=true,ep=2,ep_overlap=true,micro_batch=2,recompute=full,dispatch=tokens"),
+    ("mixtral", "dp_shard=2,pp=2,tp=2,ep=2,ep_overlap=true,micro_batch=2,schedule=zb_h1,accumulation=2,zero=2"),
 ]
 ONE_AFTER_THE_OTHER = [
     ("mixtral", "cp=2,cp_ulysses=2,tp=2,pp=2,ep=2,accumulation=4"),

@@ -268,6 +268,7 @@ OTHERS = [
     (MIXTRAL, "dp_shard=4,ep=4,redundant_experts=1,recompute=full,zero=2"),
     (MIXTRAL, "dp_shard=2,ep=2,tp=2,redundant_experts=2"),
     (MIXTRAL, "dp_shard=2,ep=2,pp=2,accumulation=2,redundant_experts=1"),
+    (MIXTRAL, "dp_shard=2,cp=2,ep=4,redundant_experts=1,dispatch=tokens,recompute=full"),
     (MIXTRAL, "dp_shard=2,ep=2,pp=2,accumulation=2"),
     (dataclasses.replace(MIXTRAL, moe=dataclasses.replace(MIXTRAL.moe, n_dense_layers=2)), "dp_shard=2,ep=2,pp=3"),
     (MIXTRAL, "dp_shard=2,ep=2,tp=2,sp=true,accumulation=2"),

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from parallel.test_deep_ep import with_stand_in
 from parallel.test_expert import (
     CASES,
     SEQ,
@@ -19,10 +20,11 @@ from parallel.test_expert import (
     tokens_of_all,
     whole_layer,
 )
-from phalanx.comm.axis import Axis
 from phalanx.model.documents import Conversations
 from phalanx.parallel import redundant
-from phalanx.parallel.redundant import ExpertPlacement, RedundantRows, placed
+from phalanx.parallel.deep_ep import DeepExchange
+from phalanx.parallel.expert import RowExchange, TokenExchange
+from phalanx.parallel.redundant import ExpertPlacement, placed
 from phalanx.partition.tensor_slices import experts_of
 
 
@@ -71,11 +73,7 @@ def test_even_loads_leave_copies_without_rows_and_all_ranks_send_equally_many():
     assert all(line[place] == 0 for line in found.table for place in range(16) if place % 4 > 1)
 
 
-def dispatch_of(ep: Axis) -> RedundantRows:
-    return RedundantRows(ep, copies=2)
-
-
-def compared(ranks: Any) -> None:
+def compared(ranks: Any, exchange: Any) -> None:
     ep = axis_of(ranks)
     x, weights = tokens_of_all(ranks.world)
     mine = slice(ranks.rank * len(x) // ranks.world, (ranks.rank + 1) * len(x) // ranks.world)
@@ -84,11 +82,11 @@ def compared(ranks: Any) -> None:
     padded = [(case, pad) for case in CASES for pad in (False, True)]
     for case, pad in padded:
         model, one_sided = CASES[case]
-        if model.moe.capacity or model.moe.n_experts < 8:
+        if (model.moe.capacity and exchange is RowExchange) or model.moe.n_experts < 8:
             continue
         whole = whole_layer(model, one_sided)
-        part = part_of(whole, ep, dispatch_of)
-        redundant.connect(part, [ep], 2)
+        part = part_of(whole, ep, exchange)
+        part.dispatch = redundant.connect(part, exchange(ep), 2)
         all_here, here_alone = (Conversations(each, 1) if pad else None for each in (numbers, numbers[mine]))
         apply = partial(part, conversations=here_alone)
         expected, of_x = run(partial(whole, conversations=all_here), x, weights)
@@ -104,6 +102,16 @@ def compared(ranks: Any) -> None:
             assert torch.equal(apply(x[mine]), y)
 
 
+@pytest.mark.parametrize("exchange", [RowExchange, TokenExchange])
 @pytest.mark.parametrize("world", [2, 4])
-def test_layers_with_copies_equal_one_process(ranks, world):
-    ranks(compared, world)
+def test_layers_with_copies_equal_one_process(ranks, world, exchange):
+    ranks(compared, world, exchange)
+
+
+def by_deep_ep(ranks: Any) -> None:
+    with with_stand_in():
+        compared(ranks, DeepExchange)
+
+
+def test_copies_reached_by_deep_ep_equal_one_process(ranks):
+    ranks(by_deep_ep, 2)

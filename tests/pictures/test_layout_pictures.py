@@ -84,6 +84,17 @@ def test_many_expert_ranks_are_cut_short_and_many_holders_counted():
     assert rows[-1] == "ep 63: experts 252–255 on ranks 63, 127, 191, … 511 (8 in all)"
 
 
+@pytest.mark.parametrize(("copies", "boxes"), [(1, 1), (3, 3), (6, 1)])
+def test_slots_for_copies_are_drawn_beside_the_experts(copies, boxes):
+    layout = Layout(dp_shard=4, tp=2, ep=4, redundant_experts=copies)
+    drawn = svg(Job(model=replace(PRESETS["mixtral-8x7b"], vocab_size=1000), layout=layout), 1000)
+    texts = [e.text or "" for e in ET.fromstring(drawn).iter()]
+    assert drawn.count("stroke-dasharray") == 4 * boxes
+    assert texts.count(f"× {copies}") == 4 * (copies != boxes)
+    size = f"{copies * 3 * 4096 * 14336 * 4 / 2 / 2**20 / 1024:.1f}GiB" if copies > 3 else f"{copies * 336}.0MiB"
+    assert [text for text in texts if text.startswith("Dashed: ") and f" {size} per layer" in text]
+
+
 @given(st.integers(1, 5), st.sampled_from([1, 2, 3]), st.sampled_from([0.01, 1.0]), st.integers(1, 5))
 def test_shares_cover_every_parameter(ranks, zero, bucket_mb, layers):
     layout = Layout(dp_shard=ranks, zero=zero, bucket_mb=bucket_mb)

@@ -234,8 +234,8 @@ def routed_rows(place: Place) -> int:
     seq = model.seq_len // place.cp
     if not place.folds:
         return moe.n_experts * place.sequences * min(most, seq)
-    met = sequences_met(place.sequences, seq, place.tp)
-    return moe.n_experts * place.tp * min(met * most, place.tokens // place.tp)
+    met = ((half, sequences_met(half, seq, place.tp)) for half in place.halves)
+    return moe.n_experts * place.tp * sum(min(runs * most, half * seq // place.tp) for half, runs in met)
 
 
 def tokens_reaching(tokens: int, experts: int, top_k: int, ranks: int) -> int:
@@ -311,6 +311,9 @@ def _routing_messages(place: Place) -> Iterator[Message]:
         yield Message("cp", "all_gather", place.cp * chosen, "index", forward=1, full=1)
     if place.once or not moe.capacity:
         n, numbers = place.slices * len(place.halves), moe.n_experts + place.ep * place.once
+        if place.once and place.redundant:  # of each expert first, then of each slot
+            yield Message("ep", "all_gather", place.ep * moe.n_experts, "index", forward=n, full=n)
+            numbers += place.ep * place.redundant
         yield Message("ep", "all_gather", place.ep * numbers, "index", forward=n, full=n)
 
 

@@ -279,7 +279,7 @@ def message_seconds(spec: StepSpec, place: Place, message: Message) -> float:
         ranks = RankGroup(2, group(layout, "pp").stride)
     elif place.ranks_of(message) == 1:
         return 0.0
-    elif framework.ep_once and message.axis == "ep" and not message.copies:
+    elif framework.ep_once and message.axis == "ep" and message.number == "index":
         # Such a dispatch sends the numbers of its rows in its own kernel (DeepEP's notify_dispatch), or a map.
         ranks = RankGroup(place.ep_shard * place.routed_share)
         read = ranks.ranks * place.tokens / place.routed_share * place.model.moe.n_experts * framework.ep_maps

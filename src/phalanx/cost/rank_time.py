@@ -19,7 +19,7 @@ from phalanx.cost.held import Content, ParameterCounts, block_parameters, parame
 from phalanx.cost.kernels import HOST_BACKWARD, Seconds, operator_seconds
 from phalanx.cost.spec import Graphs, StepSpec
 from phalanx.cost.step_state import exposed_swaps, fetch_seconds, interference, state_seconds, summing_seconds
-from phalanx.partition.derived import Mode, gathers_parameters, uniform_recompute
+from phalanx.partition.derived import Mode, gathers_parameters, splits_backward, uniform_recompute
 from phalanx.partition.tensor_slices import head_tiles, is_tiled
 
 GRAPHED: dict[Graphs, float] = {
@@ -245,10 +245,13 @@ def _beside_other(spec: StepSpec, kind: BlockKind, attention: RankTime, experts:
     messages = messages_seconds(spec, here, work, (layout.mode,))[0].get("ep", NO_MESSAGES)
     attends = attention.forward - attention.forward_communication
     attends_back = attention.products + attention.streams + attention.recompute - attends
+    back = [attends_back, routed.backward, routed.backward, shared.backward]
+    if splits_backward(layout):  # gradients of weights come later, when nothing travels
+        back = [work - part.weights for work, part in zip(back, (attention, routed, routed, shared), strict=True)]
     hidden = []
     for travels, beside in (
         (messages.forward, (attends, routed.forward, routed.forward, shared.forward)),
-        (messages.backward, (attends_back, routed.backward, routed.backward, shared.backward)),
+        (messages.backward, back),
     ):
         # Of the two halves' four all-to-alls, each takes half of what one half's two take.
         hidden.append(travels - sum(added(travels / 2, work, slowed) for work in beside) / 2)

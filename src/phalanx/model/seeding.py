@@ -12,9 +12,10 @@ and the sample's number alone: a recomputed forward pass gets it again without s
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from hashlib import blake2b
+from itertools import pairwise
 from math import prod
 
 import torch
@@ -144,6 +145,13 @@ Read = Callable[[Tensor, Tensor], object]
 _LOWEST_INT64 = torch.iinfo(torch.int64).min
 
 
+def halves_of(batch: int, halved: int) -> list[slice]:
+    """Returns the sequences whose tokens ranks of sequence parallelism share together: both halves of a batch of
+    `halved` sequences (layout.ep_overlap), and all of any other."""
+    ends = [0, (batch + 1) // 2, batch] if batch == halved else [0, batch]
+    return [slice(first, last) for first, last in pairwise(ends)]
+
+
 @dataclass(frozen=True)
 class Noise:
     """The inputs of the dropout masks, and of the noise on embeddings, of one forward pass. Both are active only where
@@ -166,6 +174,8 @@ class Noise:
     """Tokens of a whole sequence; set with `places`."""
     embeddings: float = 0.0
     """Most that is added to an element of an embedding, or subtracted."""
+    halved: int = 0
+    """Sequences of a batch of which ranks have parts of each half's tokens (`halves_of`)."""
 
     @uncompiled
     def dropout(self, x: Tensor, p: float, site: str) -> Tensor:
@@ -186,6 +196,10 @@ class Noise:
 
     def _of_tokens(self, x: Tensor, site: str, read: Read, dtype: torch.dtype) -> Tensor:
         """Returns what `read` makes of the random bits of each element of `x` (batch, seq, d_model)."""
+        if len(halves := halves_of(len(x), self.halved)) > 1:
+            alone = [replace(self, sample_ids=self.sample_ids[half]) for half in halves]
+            found = (each._of_tokens(x[half], site, read, dtype) for each, half in zip(alone, halves, strict=True))
+            return torch.cat([*found])
         part, parts = self.tokens
         samples, tokens = len(self.sample_ids), x.shape[1]
         if (places := self.places) is not None:

@@ -116,6 +116,8 @@ class Construction:
     """The pipeline's process groups for messages, Mesh.p2p_groups("pp"); None without a pipeline."""
     deferred: DeferredWeightGrads | None = None
     """Takes weight gradients if backward passes are split."""
+    parallel: tensor.TensorParallel | None = None
+    """The cut over the tp axis, if it has several ranks."""
     tensor_slices: TensorSlices = field(default_factory=dict)
     partials: list[PartialGradients] = field(default_factory=list)
     plain_names: dict[str, str] = field(default_factory=dict)
@@ -178,7 +180,10 @@ def apply_tensor_parallel(parts: Construction) -> None:
         return
     n_layers = parts.job.model.n_layers
     recomputes: dict[str, Mode] = {layer: recompute_of(layout, int(layer), n_layers) for layer in model.blocks}
-    parallel = tensor.TensorParallel(tp, layout.sp, layout.sp_regather, parts.deferred, layout.folds)
+    parallel = parts.parallel = tensor.TensorParallel(
+        *(tp, layout.sp, layout.sp_regather, parts.deferred, layout.folds),
+        halved=batch.halved(parts.job.train.global_batch, layout),
+    )
     parts.deferring |= tensor.connect(model, parallel, recomputes)
     line = [f"tensor parallel: {tp.size} ranks"]
     if padding := padded_vocabulary(parts.vocab, tp.size) - parts.vocab:
@@ -219,15 +224,16 @@ def apply_expert_parallel(parts: Construction) -> None:
     name, axes = layout.dispatch, (ep, parts.mesh.axis("ep_near"), parts.mesh.axis("ep_far"))
     with package_code(f"dispatcher {name!r} of {DISPATCHERS.owner(name)} failed", passing=(JobError,)):
         dispatch = expert.dispatcher(name, parts.device)(*axes)
-    if layout.redundant_experts:  # with dispatch=rows
-        dispatch = redundant.connect(parts.model, axes, layout.redundant_experts)
+    if layout.redundant_experts:
+        dispatch = redundant.connect(parts.model, dispatch, layout.redundant_experts)
     expert.connect(parts.model, dispatch, layout)
     if layout.ep_overlap:
-        expert.overlap_halves(parts.model)
+        expert.overlap_halves(parts.model, parts.parallel, parts.deferred)
     whole = "" if name == "rows" else f", sent by {name}"
     if layout.folds:
         routing = parts.model.routing
-        routing.sequences = expert.FoldedSequences(routing.sequences, parts.mesh.axis("tp"))
+        halved = batch.halved(parts.job.train.global_batch, layout)
+        routing.sequences = expert.FoldedSequences(routing.sequences, parts.mesh.axis("tp"), halved)
         whole = f", whole ones on each of {layout.tp} tensor ranks"
     whole += f", tokens inside {layout.ep_node} ranks first, then between {layout.ep_nodes}" * (layout.ep_nodes > 1)
     whole += ", while the other half of the sequences computes" * layout.ep_overlap

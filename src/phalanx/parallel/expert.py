@@ -38,8 +38,10 @@ from phalanx.model.moe import (
     slots_of,
     tokens_of,
 )
-from phalanx.model.seeding import Noise
+from phalanx.model.seeding import Noise, halves_of
 from phalanx.model.transformer import Block, Transformer
+from phalanx.parallel.linear import DeferredWeightGrads
+from phalanx.parallel.tensor import TensorParallel
 from phalanx.partition.tensor_slices import experts_of, in_order_of_ranks
 
 ONE_RANK, ALONE = Layout(), Axis("ep")
@@ -77,11 +79,16 @@ def connect(model: nn.Module, dispatch: Dispatch, layout: Layout = ONE_RANK) -> 
                 module.order = partial(in_order_of_ranks, module.config.moe.n_experts, layout)
 
 
-def overlap_halves(model: Transformer) -> None:
-    """Makes blocks with experts compute both halves of a micro-batch in turn, in training."""
+def overlap_halves(
+    model: Transformer, parallel: TensorParallel | None = None, deferred: DeferredWeightGrads | None = None
+) -> None:
+    """Makes blocks with experts compute both halves of a micro-batch in turn, in training. `deferred` takes the
+    gradients of their weights, if their backward pass is split: one of each half."""
     for block in model.blocks.values():
         if isinstance(block, Block) and hasattr(block, "moe"):
-            vars(block)["compute"] = OverlappedHalves(block)
+            vars(block)["compute"] = OverlappedHalves(block, parallel)
+            if deferred is not None:
+                deferred.halved.append(block)
 
 
 @dataclass(frozen=True)
@@ -91,6 +98,7 @@ class OverlappedHalves:
     runs the backward pass in the reverse order, so that it overlaps, too."""
 
     block: Block
+    parallel: TensorParallel | None = None
 
     def __call__(
         self,
@@ -110,21 +118,26 @@ class OverlappedHalves:
             return Block.compute(block, x, rotary, noise, cache, documents, conversations, embedded, *beside)
         x = x if block.join is None else block.join(x, embedded)
         flights = list[tuple[Tensor, ExpertFlight, Tensor]]()
-        halves = slice(0, (len(x) + 1) // 2), slice((len(x) + 1) // 2, len(x))
+        halves, parallel = halves_of(len(x), len(x)), self.parallel
+        assert parallel is None or not parallel.sequence or len(x) == parallel.halved, "ranks have parts of both halves"
+        # Where tensor ranks hold parts of each expert, they share the tokens around them.
+        cut = None if parallel is None or parallel.folds else parallel
         noises = [noise and replace(noise, sample_ids=noise.sample_ids[half]) for half in halves]
         for half, own in zip(halves, noises, strict=True):
             turns = rotary if rotary is None or rotary.dim() == 4 else rotary[:, half]
             seen = None if documents is None else documents.part(half)
             counted = None if conversations is None else conversations.part(half)
             stream = block.attended(x[half], turns, own, cache, seen, counted)
-            flights.append((stream, *moe.send(block.mlp_norm(stream), counted)))
+            normed = block.mlp_norm(stream)
+            flights.append((stream, *moe.send(normed if cut is None else cut.gathered(normed), counted)))
         shared = list[Tensor | None]()
         for _, flight, of_shared in flights:
             flight.compute()
             shared.append(None if moe.shared is None else moe.shared(of_shared))
         found = list[Tensor]()
         for (stream, flight, of_shared), of_all, half, own in zip(flights, shared, halves, noises, strict=True):
-            y = moe.joined(flight.finish(), of_all, of_shared).unflatten(0, stream.shape[:2])
+            y = moe.joined(flight.finish(), of_all, of_shared).unflatten(0, (len(stream), -1))
+            y = y if cut is None else cut.reduced(y)
             tokens, projected = (each[half] for each in beside) if beside else (None, None)
             found.append(block.widened(stream, y, own, tokens, projected))
         return torch.cat(found)
@@ -134,8 +147,8 @@ class FoldedSequences(Sequences):
     """Access to whole sequences for the routers of tensor ranks that are ranks of ep: each routes a run of the tokens
     of all sequences of the micro-batch, in the order (sequence, position)."""
 
-    def __init__(self, inside: Sequences, tp: Axis):
-        self.inside, self.tp = inside, tp
+    def __init__(self, inside: Sequences, tp: Axis, halved: int = 0):
+        self.inside, self.tp, self.halved = inside, tp, halved
 
     @uncompiled
     def sum(self, x: Tensor) -> Tensor:
@@ -157,28 +170,31 @@ class FoldedSequences(Sequences):
 
     @uncompiled
     def whole(self, x: Tensor) -> Tensor:
-        every = x.new_empty(self.tp.size * len(x), *x.shape[1:])
-        self.tp.all_gather(every.view(-1), x.detach().contiguous().view(-1)).wait()
-        return self.inside.whole(every.view(len(x), -1, *x.shape[2:]))
+        every, x = x.new_empty(len(x), self.tp.size * x.shape[1], *x.shape[2:]), x.detach().contiguous()
+        for half in halves_of(len(x), self.halved):
+            self.tp.all_gather(every[half].view(-1), x[half].view(-1)).wait()
+        return self.inside.whole(every)
 
     @uncompiled
     def mine(self, x: Tensor) -> Tensor:
         return self._run(self.inside.mine(x))
 
     def runs(self, x: Tensor) -> tuple[Tensor, int]:
-        return x.flatten(0, 1).unsqueeze(0), sequences_met(len(x), x.shape[1] * self.tp.size, self.tp.size)
+        seq, halves = x.shape[1] * self.tp.size, halves_of(len(x), self.halved)
+        return x.flatten(0, 1).unsqueeze(0), sum(sequences_met(len(x[half]), seq, self.tp.size) for half in halves)
 
     def here(self, conversations: Conversations) -> Conversations:
         return conversations.those(self._run)
 
     def _run(self, x: Tensor) -> Tensor:
         """Returns the tokens here, (batch, seq / tp, ...), of those of all tensor ranks, (batch, seq, ...)."""
-        return x.flatten(0, 1).chunk(self.tp.size)[self.tp.rank].view(len(x), -1, *x.shape[2:])
+        halves, size, rank = halves_of(len(x), self.halved), self.tp.size, self.tp.rank
+        return torch.cat([x[half].flatten(0, 1).chunk(size)[rank] for half in halves]).view(len(x), -1, *x.shape[2:])
 
     def _numbers(self, x: Tensor) -> Tensor:
         """Returns the number of the sequence of each token of `x` (batch, seq / tp, ...), (batch × seq / tp,)."""
-        here, seq = x.shape[0] * x.shape[1], x.shape[1] * self.tp.size
-        return torch.arange(self.tp.rank * here, (self.tp.rank + 1) * here, device=x.device) // seq
+        numbers = torch.arange(len(x), device=x.device).unsqueeze(1).expand(-1, x.shape[1] * self.tp.size)
+        return self._run(numbers).flatten()
 
 
 def lengths(ends: Tensor) -> Tensor:
@@ -304,11 +320,12 @@ class TokenExchange:
     other ways to send and to return that of a library."""
 
     ep: Axis
+    copies: int = field(default=0, kw_only=True)
+    """Experts on each rank that are copies of others' (parallel/redundant.py)."""
 
     def __call__(self, moe: MixtureOfExperts, routed: RoutedTokens) -> TokenFlight:
         """Starts to send."""
-        n, chosen = moe.config.moe.n_experts, moe.order(routed.chosen)
-        chosen = chosen if routed.slots.kept is None else chosen.where(routed.slots.kept, n)
+        chosen, n = chosen_of(moe, routed), moe.config.moe.n_experts
         return TokenFlight(moe, self, self.send(routed.tokens, chosen, routed.gates, n))
 
     @uncompiled
@@ -321,7 +338,7 @@ class TokenExchange:
         once = ranks.where(first, size).sort(-1).values[:, :size]
         slots = slots_of(once, size, once < size)
         experts = torch.searchsorted(chosen.flatten().sort().values, torch.arange(n, device=chosen.device), right=True)
-        counts = torch.cat([_reached(slots.ends, chosen, n), lengths(experts)])
+        counts = torch.cat([_reached(slots.ends, chosen, n - size * self.copies), lengths(experts)])
         table = gather_counts(self.ep, counts).tolist()
         to, of = table[rank][:size], [line[rank] for line in table]
         sent, mine = sum(to), experts_of(n, size, rank)
@@ -353,6 +370,12 @@ class TokenExchange:
         rows, slots = sent.out.wait(sent.take()), sent.slots
         assert slots.kept is not None, "a token may have all its experts on one rank"
         return Combine.apply(rows, slots.kept.to(rows.dtype), slots.choices, slots.rows)  # pyright: ignore[reportReturnType]
+
+
+def chosen_of(moe: MixtureOfExperts, routed: RoutedTokens) -> Tensor:
+    """Returns each token's experts in the order of ranks, (tokens, top_k): n_experts for a choice that is dropped."""
+    chosen, kept = moe.order(routed.chosen), routed.slots.kept
+    return chosen if kept is None else chosen.where(kept, moe.config.moe.n_experts)
 
 
 def arrived(tokens: Tensor, chosen: Tensor, gates: Tensor, experts: int, rows: int) -> RoutedTokens:
@@ -411,8 +434,12 @@ class TokenFlight:
     def compute(self) -> None:
         """Applies the experts to the tokens that have arrived, and starts to send their outputs back."""
         moe, here = self.moe, self.exchange.arrive(self.sent)
-        rows = moe.experts(moe.rows(here), here.slots.ends)
+        rows = self.computed(moe.rows(here), here.slots.ends)
         self.exchange.send_back(MixtureOfExperts.combine(moe, rows, here), self.sent)
+
+    def computed(self, rows: Tensor, ends: Ends) -> Tensor:
+        """Returns the experts' outputs of their rows, (rows, d_model)."""
+        return self.moe.experts(rows, ends)
 
     def finish(self) -> Tensor:
         """Returns each token's combined output, (tokens, d_model)."""

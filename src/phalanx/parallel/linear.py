@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -144,6 +144,10 @@ class DeferredWeightGrads:
         """Called after a gradient has been added to weight.grad."""
         self.products: list[Product] | None = None
         """The list to which products are deferred; None to compute them at once."""
+        self.halved: list[nn.Module] = []
+        """Blocks that compute the halves of a micro-batch in turn: a product of each is summed in their gradients."""
+        self.begun: set[Tensor] = set()
+        """Weights of which the gradient of one half has been added."""
 
     def take(self, weight: Tensor, multiply: Multiply | GroupedProduct, gradient: Tensor, x: Tensor) -> None:
         """Accepts a weight's gradient as its factors: that of the layer's output, (..., outputs), and its input `x`
@@ -164,7 +168,17 @@ class DeferredWeightGrads:
                 weight.grad.addmm_(gradient.flatten(0, -2).t(), x.flatten(0, -2))
             elif _small_gradient(multiply, gradient, x, weight.grad) is None:
                 weight.grad += gradient_of_weight(multiply, gradient, x).reshape_as(weight)
+            if weight in self.of_halves and weight not in self.begun:
+                self.begun.add(weight)
+                continue
+            self.begun.discard(weight)
             self.arrived(weight)
+
+    @cached_property
+    def of_halves(self) -> set[Tensor]:
+        """The weights of `halved` blocks; what joins the input of one reads it whole."""
+        named = (each for block in self.halved for each in block.named_parameters())
+        return {weight for name, weight in named if not name.startswith("join.")}
 
 
 @dataclass(frozen=True)

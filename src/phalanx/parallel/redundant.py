@@ -9,7 +9,8 @@ their own: so copies have neither optimizer state nor a place in checkpoints, an
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from itertools import accumulate
 from types import MethodType
 from typing import Any, NamedTuple
@@ -19,9 +20,9 @@ from torch import Tensor, nn
 
 from phalanx.comm.axis import Axis, Pending
 from phalanx.model.layers import uncompiled
-from phalanx.model.moe import Experts, GroupedLinear, MixtureOfExperts, RoutedTokens
+from phalanx.model.moe import Dispatch, Ends, Experts, GroupedLinear, GroupedProduct, MixtureOfExperts, RoutedTokens
 from phalanx.parallel import expert
-from phalanx.parallel.expert import RowExchange, RowFlight
+from phalanx.parallel.expert import RowExchange, RowFlight, TokenExchange, TokenFlight
 
 
 class ExpertPlacement(NamedTuple):
@@ -92,13 +93,16 @@ def _shared_out(
     return table
 
 
-def connect(model: nn.Module, axes: Sequence[Axis], copies: int) -> RedundantRows:
+def connect(model: nn.Module, exchange: Dispatch, copies: int) -> Dispatch:
     """Makes the routed experts in `model` compute with `copies` of others on each rank: of rows in two parts, own and
-    copies'. Returns their dispatcher over the `axes` of RowExchange."""
+    copies'. Returns their dispatcher, which sends as `exchange`."""
     for module in model.modules():
         if isinstance(module, MixtureOfExperts):
             vars(module.experts)["forward"] = MethodType(_with_copies, module.experts)
-    return RedundantRows(*axes, copies=copies)
+    if isinstance(exchange, TokenExchange):
+        return RedundantTokens(replace(exchange, copies=copies))
+    assert isinstance(exchange, RowExchange), "packages' dispatchers are refused"
+    return RedundantRows(exchange.ep, exchange.near, exchange.far, copies=copies)
 
 
 @dataclass(frozen=True)
@@ -155,6 +159,33 @@ class RedundantRows(RowExchange):
         return CopiedFlight(moe, routed, blocks, out, back, None, arriving, shared)
 
 
+@dataclass(frozen=True)
+class RedundantTokens:
+    """Sends each token once to every rank with some of its experts or copies of them, by an `exchange` with copies: the
+    `dispatch` of mixtures of experts with redundant experts."""
+
+    exchange: TokenExchange
+
+    def __call__(self, moe: MixtureOfExperts, routed: RoutedTokens) -> CopiedTokens:
+        """Starts to send."""
+        return self._send(moe, routed, expert.chosen_of(moe, routed), moe.config.moe.n_experts)
+
+    @uncompiled
+    def _send(self, moe: MixtureOfExperts, routed: RoutedTokens, chosen: Tensor, n: int) -> CopiedTokens:
+        exchange, ep = self.exchange, self.exchange.ep
+        experts, choices = chosen.flatten().sort(stable=True)
+        ends = torch.searchsorted(experts, torch.arange(n, device=chosen.device), right=True)
+        placement = placed(expert.gather_counts(ep, expert.lengths(ends)).tolist(), exchange.copies)
+        sizes = placement.table[ep.rank]
+        order = [*_by_expert(placement.copied, len(sizes) // ep.size)]
+        slots, rows = (torch.tensor(each, device=chosen.device) for each in (order, [sizes[slot] for slot in order]))
+        slots = torch.repeat_interleave(slots, rows, output_size=sum(sizes))
+        # From here on slots stand for experts: the choices of each expert are shared out over its slots.
+        chosen = torch.full_like(choices, len(sizes)).scatter_(0, choices[: len(slots)], slots).view_as(chosen)
+        sent = exchange.send(routed.tokens, chosen, routed.gates, len(sizes))
+        return CopiedTokens(moe, exchange, sent, placement)
+
+
 def _by_expert(copied: Sequence[Sequence[int]], slots: int) -> Iterator[int]:
     """Yields all slots in the order of their experts: of each its owner's, then those of its copies."""
     own = slots - len(copied[0])
@@ -204,6 +235,22 @@ class CopiedExperts:
         arriving = gradients.new_empty(sum(sizes), gradients.shape[1])
         return arriving, self.ep.all_to_all(arriving, gradients, sizes, self.received)
 
+    def joined(self, own: Sequence[Tensor | None], copies: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """Returns the gradients of this rank's experts, those of their copies elsewhere added; `copies` are of the
+        copies here (copies, numbers). What has no gradient is None."""
+        whole = [None if gradient is None else gradient.contiguous() for gradient in own]
+        arriving = [None if gradient is None else self.give_back(gradient.contiguous()) for gradient in copies]
+        places = [e for of in self.sent for e in of]
+        for gradient, returned in zip(whole, arriving, strict=True):
+            if gradient is None or returned is None:
+                continue
+            more, pending = returned
+            pending.wait()
+            rows = gradient.view(self.own, -1)
+            for e, part in zip(places, more, strict=True):
+                rows[e] += part
+        return whole
+
 
 class _Share(torch.autograd.Function):
     """Returns the weights of this rank's experts, each as it is, and then those of the copies here, (copies, numbers)
@@ -212,6 +259,7 @@ class _Share(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, shared: CopiedExperts, *weights: Tensor) -> tuple[Tensor, ...]:
         ctx.shared = shared
+        ctx.set_materialize_grads(False)  # a split backward pass takes weights' gradients another way
         copies = [shared.fetch(weight.view(shared.own, -1)) for weight in weights]
         for _, pending in copies:
             pending.wait()
@@ -219,16 +267,32 @@ class _Share(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor | None, ...]:
-        shared: CopiedExperts = ctx.shared
-        own = [gradient.contiguous() for gradient in grad_outputs[: len(grad_outputs) // 2]]
-        arriving = [shared.give_back(gradient.contiguous()) for gradient in grad_outputs[len(own) :]]
-        places = [e for of in shared.sent for e in of]
-        for gradient, (more, pending) in zip(own, arriving, strict=True):
-            pending.wait()
-            rows = gradient.view(shared.own, -1)
-            for e, part in zip(places, more, strict=True):
-                rows[e] += part
-        return None, *own
+        own, copies = grad_outputs[: len(grad_outputs) // 2], grad_outputs[len(grad_outputs) // 2 :]
+        return None, *ctx.shared.joined(own, copies)
+
+
+@dataclass(frozen=True)
+class _LaterGradient(GroupedProduct):
+    """The gradient of the experts' weights of a `layer` in the second half of a split backward pass: that of this
+    rank's experts, to which those of their copies elsewhere are added then."""
+
+    shared: CopiedExperts
+    layer: GroupedLinear
+    factors: dict[int, tuple[GroupedProduct, Tensor, Tensor]]
+    """Product, gradient of the output and rows: of own experts (0) and of copies here (1)."""
+
+    def take(self, part: int, _: Tensor, *factors: Any) -> None:
+        """Takes the factors of a part: GroupedLinear.take."""
+        self.factors[part] = factors
+        if len(self.factors) == 2 and self.layer.take is not None:
+            self.layer.take(self.layer.weight, self, *self.factors[0][1:])
+
+    def weight_gradient(self, gradient: Tensor, x: Tensor) -> Tensor:
+        """Returns the gradient of this rank's experts."""
+        own, copies = (product.weight_gradient(*factors) for _, (product, *factors) in sorted(self.factors.items()))
+        (found,) = self.shared.joined([own], [copies.flatten(1)])
+        assert found is not None, "given"
+        return found
 
 
 class _StandIn:
@@ -252,14 +316,16 @@ def _with_copies(experts: Experts, rows: tuple[Tensor, Tensor], shared: CopiedEx
     named = [(name, kind) for name, layer in layers.items() for kind, _ in layer.named_parameters(recurse=False)]
     weights = _Share.apply(shared, *(getattr(layers[name], kind) for name, kind in named))
     found = list[Tensor]()
+    later = {name: _LaterGradient(shared.ends, shared.own, shared, layer, {}) for name, layer in layers.items()}
     parts = (shared.own, rows[0], shared.ends), (len(shared.copied[0]), rows[1], shared.copies_ends)
-    for number, part, ends in parts:
+    for place, (number, part, ends) in enumerate(parts):
         mine, weights = weights[: len(named)], weights[len(named) :]
         stands = dict[str, _StandIn]()
         for name, layer in layers.items():
             own = {kind: weight for (of, kind), weight in zip(named, mine, strict=True) if of == name}
             own["weight"] = own["weight"].view(number, -1, layer.weight.shape[-1])
-            stands[name] = _StandIn(layer, experts=number, **own)
+            take = layer.take and partial(later[name].take, place)
+            stands[name] = _StandIn(layer, experts=number, take=take, **own)
         found.append(_StandIn(experts, **stands)(part, ends))
     return found[0], found[1]
 
@@ -278,3 +344,20 @@ class CopiedFlight(RowFlight):
         received = expert.transpose_blocks(self.out.wait(self.take()), self.blocks)
         computed = torch.cat(self.moe.experts((received[:own], received[own:]), self.shared))
         self.arriving = self.back.start(expert.transpose_blocks(computed, expert.transposed(self.blocks)))
+
+
+@dataclass(frozen=True)
+class CopiedTokens(TokenFlight):
+    """Tokens that RedundantTokens sends."""
+
+    placement: ExpertPlacement
+
+    def computed(self, rows: Tensor, ends: Ends) -> Tensor:
+        """Returns the outputs of experts and copies here of their rows, (rows, d_model)."""
+        ep, (copied, table) = self.exchange.ep, self.placement
+        slots = len(table[0]) // ep.size
+        first, own = ep.rank * slots, slots - self.exchange.copies
+        here = sum(sum(line[first : first + own]) for line in table)
+        assert ends is not None, "experts have different numbers"
+        shared = CopiedExperts(ep, own, copied, ends[:own], ends[own:] - here)
+        return torch.cat(self.moe.experts((rows[:here], rows[here:]), shared))

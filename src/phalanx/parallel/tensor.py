@@ -7,7 +7,7 @@ part of the tokens between the matrices: an all-gather before and a reduce-scatt
 
 A rank's part is a run of the micro-batch's tokens in the order (sample, position), stored in the shape (batch, seq /
 tp, d_model): operations on single tokens (norms, residuals, dropout) are unaffected, and gathering the parts is one
-copy-free all-gather for any batch.
+copy-free all-gather for any batch. Where the halves of a micro-batch compute in turn it is a run of each half's tokens.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ from torch import Tensor, nn
 
 from phalanx.blocks.kinds import FEED_FORWARD, Connection
 from phalanx.blocks.residual import A
-from phalanx.comm.axis import Axis
+from phalanx.comm.axis import Axis, Pending
 from phalanx.model.layers import MLP, Linear, Multiply, uncompiled
 from phalanx.model.moe import GroupedLinear, MixtureOfExperts
+from phalanx.model.seeding import halves_of
 from phalanx.model.transformer import Block, Embedding, PositionEmbedding, Transformer
 from phalanx.parallel.linear import DeferredWeightGrads, gradient_of_input, gradient_of_weight, linear_of
 from phalanx.partition.derived import Mode
@@ -99,6 +100,18 @@ def _summed(tp: Axis, parts: list[Tensor]) -> Tensor:
 
 
 @dataclass(frozen=True)
+class AllPending:
+    """Several collectives in flight."""
+
+    each: Sequence[Pending]
+
+    def wait(self) -> None:
+        """Waits for all."""
+        for pending in self.each:
+            pending.wait()
+
+
+@dataclass(frozen=True)
 class TensorParallel:
     """The tensor-parallel cut of one model's layers, and the communication between its ranks."""
 
@@ -111,19 +124,26 @@ class TensorParallel:
     """Takes weight gradients that bypass autograd."""
     folds: bool = False
     """With `sequence`: each rank routes its own tokens to whole experts, so that only shared experts are cut."""
+    halved: int = 0
+    """With `sequence`: sequences of a batch of whose halves each rank has parts (halves_of)."""
 
     def local_tokens(self, x: Tensor) -> Tensor:
         """Returns this rank's tokens of `x` (batch, seq, ...): (batch, seq / tp, ...)."""
-        batch, seq = x.shape[:2]
-        tokens = x.flatten(0, 1).chunk(self.tp.size)[self.tp.rank]
-        return tokens.unflatten(0, (batch, seq // self.tp.size))
+        parts = (x[half].flatten(0, 1).chunk(self.tp.size)[self.tp.rank] for half in halves_of(len(x), self.halved))
+        return torch.cat([*parts]).unflatten(0, (len(x), x.shape[1] // self.tp.size))
 
     def gather(self, x: Tensor) -> tuple[Tensor, Any]:
         """Starts gathering token parts (batch, seq / tp, d_model). Returns all tokens, (batch, seq, d_model), and the
         pending collective."""
         *batch, seq, width = x.shape
-        whole = x.new_empty(*batch, seq * self.tp.size, width)
-        return whole, self.tp.all_gather(whole.view(-1), x.contiguous().view(-1))
+        whole, x = x.new_empty(*batch, seq * self.tp.size, width), x.contiguous()
+        return whole, self._by_halves(self.tp.all_gather, whole, x)
+
+    def _by_halves(self, collective: Callable[[Tensor, Tensor], Pending], to: Tensor, x: Tensor) -> Pending:
+        """Starts a collective from `x` to another tensor, or one for each half of both."""
+        if x.dim() < 3 or len(halves := halves_of(len(x), self.halved)) == 1:
+            return collective(to.view(-1), x.view(-1))
+        return AllPending([collective(to[half].view(-1), x[half].view(-1)) for half in halves])
 
     def constant(self, weight: Tensor) -> Tensor:
         """Returns the weight as seen by autograd: detached where `deferred` takes its gradient."""
@@ -145,7 +165,7 @@ class TensorParallel:
             return x, self.tp.all_reduce(x)
         *batch, seq, width = x.shape
         share = x.new_empty(*batch, seq // self.tp.size, width)
-        return share, self.tp.reduce_scatter(share.view(-1), x.view(-1))
+        return share, self._by_halves(self.tp.reduce_scatter, share, x)
 
     @uncompiled
     def gathered(self, x: Tensor) -> Tensor:

@@ -110,6 +110,12 @@ def slices_of(layout: Layout) -> int:
     return layout.pp_slices or catalogue.SCHEDULES[layout.schedule].slices
 
 
+def halved(global_batch: int, layout: Layout) -> int:
+    """Returns the sequences of a micro-batch of whose halves each tensor rank has parts, as they compute in turn
+    (layout.ep_overlap); 0: ranks have parts of whole micro-batches."""
+    return solve(global_batch, layout).micro_batch if layout.ep > 1 and layout.ep_overlap and layout.sp else 0
+
+
 def splits_backward(layout: Layout) -> bool:
     """Returns whether a layout's schedule splits backward passes, so that weight gradients are deferred. Raises
     JobError if a file is not a schedule."""

@@ -36,6 +36,8 @@ _WIDEST_EXPERTS = 120
 _STAGES, _BAR_WIDTH = 196, 560  # left edge of the bars, and the longest in pixels
 _MOST_EP = 16
 """Expert ranks in the table: of more, the first and the last."""
+_MOST_COPIES = 4
+"""Slots for copies that a line of the table draws."""
 _MOST_RUNS = 4
 """Runs of ranks that a line of the table names."""
 State = tuple[float, float, float]
@@ -123,12 +125,14 @@ def _experts(job: Job, top: float) -> tuple[list[str], float]:
     ranks = f"{layout.shard_ranks} dp_shard × cp ranks"
     if layout.folds:
         ranks = f"{layout.shard_ranks * layout.tp} dp_shard × cp × tp ranks"
-    copies = f", with slots for copies of {layout.redundant_experts} others" if layout.redundant_experts else ""
     words = (
-        f"{count // layout.ep} of {count} on each{copies}. An expert is on {layout.edp} of the "
+        f"{count // layout.ep} of {count} on each. An expert is on {layout.edp} of the "
         f"{ranks}, the dense part on all{replicas}.{cut}"
     )
     parts = [text(_MARGIN, top, "Experts by rank", BOLD), text(_MARGIN, top + 18, words)]
+    if copies := layout.redundant_experts:
+        top += 18
+        parts.append(text(_MARGIN, top + 18, _copies(job)))
     shown = list(range(layout.ep)) if layout.ep <= _MOST_EP else [*range(_MOST_EP - 1), layout.ep - 1]
     lines = -(-len(shown) // 2)
     for place, rank in enumerate(shown):
@@ -136,10 +140,29 @@ def _experts(job: Job, top: float) -> tuple[list[str], float]:
         shade, tensor = divmod(rank, layout.tp) if layout.folds else (rank, 0)
         colour, opacity = COLOURS[tensor % len(COLOURS)], _opacity(shade, layout.ep_shard)
         parts.append(_box(x, y - 10, 12, 12, colour, opacity=opacity))
+        several = copies if copies <= _MOST_COPIES else 1
+        dashed = f"fill='none' stroke='{NEUTRAL}' stroke-dasharray='3 2'"
+        parts += [box(x + 17 * (slot + 1) + 0.5, y - 9.5, 11, 11, dashed) for slot in range(several)]
+        if several < copies:
+            parts.append(text(x + 34, y, f"× {copies}"))
+        x += 17 * several + 36 * (several < copies)
         held = experts_at(count, layout, rank)
         experts = str(held[0]) if len(held) == 1 else f"{held[0]}–{held[-1]}"
         parts.append(text(x + 18, y, f"ep {rank}: experts {experts} on {_holders(layout, rank)}"))
     return parts, top + 40 + 18 * lines
+
+
+def _copies(job: Job) -> str:
+    """Says what slots for redundant experts are, with the bytes that their copies have in a layer."""
+    model, layout, copies = job.model, job.layout, job.layout.redundant_experts
+    layer = next(layer for layer, kind in enumerate(block_kinds(model)) if kind.routed)
+    numbers = sum(prod(shape) for name, shape in block_shapes(model, layer).items() if is_expert(name))
+    size = copies * numbers / model.moe.n_experts / (1 if layout.folds else layout.tp)
+    size *= PARAMETER_BYTES[job.train.precision]
+    slots = (
+        "a slot for a copy of another rank's expert" if copies == 1 else f"{copies} slots for copies of others' experts"
+    )
+    return f"Dashed: {slots}, chosen in each forward pass of a layer: {gib(size)} per layer, without optimizer state."
 
 
 def _holders(layout: Layout, ep_rank: int) -> str:

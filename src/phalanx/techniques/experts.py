@@ -9,7 +9,7 @@ from phalanx.config.cluster import DEVICE_WORDS
 from phalanx.config.dispatchers import DISPATCHERS
 from phalanx.config.job import Job
 from phalanx.nearest import Misfit, did_you_mean
-from phalanx.partition.derived import gathers_parameters, slices_of, solve, splits_backward
+from phalanx.partition.derived import gathers_parameters, slices_of, solve
 from phalanx.techniques.technique import Effect, Problem, Technique, above
 
 
@@ -45,15 +45,11 @@ def _layout_problems(job: Job) -> Iterator[Problem]:
         if (micro := solve(job.train.global_batch, layout).micro_batch) < 2:
             why = f"micro_batch {micro} has no halves of sequences, which ep_overlap needs"
             yield "layout.micro_batch", f"{why}; nearest legal: micro_batch=2, or {off}"
-    if layout.tp > 1:
-        why = f"tp {layout.tp} shares tokens, ep_overlap needs whole sequences"
-        yield "layout.tp", f"{why}; nearest legal: tp=1, or {off}"
     if gathers_parameters(layout) and layout.edp > 1:
         why = f"zero 3 gathers the experts of edp {layout.edp} ranks again for each half of ep_overlap"
         yield "layout.zero", f"{why}; nearest legal: zero=2, ep={layout.shard_ranks}, or {off}"
-    if slices_of(layout) > 1 or splits_backward(layout):
-        why = "slices of sequences" if slices_of(layout) > 1 else "weight gradients that wait"
-        why = f"schedule {layout.schedule} has {why}, ep_overlap none"
+    if slices_of(layout) > 1:
+        why = f"schedule {layout.schedule} has slices of sequences, ep_overlap none"
         yield "layout.schedule", f"{why}; nearest legal: 1f1b, or {off}"
     if job.model.shared_keys or job.model.parallel_block:
         why = "layers that share keys" if job.model.shared_keys else "parallel blocks, which attend beside experts,"
@@ -82,6 +78,8 @@ DISPATCH = Technique(
         "dp_shard=4,ep=4,dispatch=tokens",
         "dp_shard=2,tp=2,ep=4,etp=1,sp=true,dispatch=tokens",
         "dp_shard=2,ep=2,ep_overlap=true,micro_batch=2",
+        "dp_shard=2,tp=2,sp=true,ep=4,etp=1,ep_overlap=true,micro_batch=2",
+        "dp_shard=2,tp=2,ep=2,pp=2,zero=2,schedule=zb_h1,accumulation=2,ep_overlap=true,micro_batch=2",
         "cp=2,ep=2,ep_overlap=true,micro_batch=3,dispatch=tokens,recompute=full",
         "dp_shard=2,pp=2,ep=2,zero=2,schedule=interleaved_1f1b,accumulation=2,ep_overlap=true,micro_batch=2",
     ),
@@ -101,12 +99,16 @@ def _redundancy_problems(job: Job) -> Iterator[Problem]:
         yield "layout.redundant_experts", Misfit(wrong, copies, {"layout.redundant_experts": range(others + 1)})
     refused = {
         "layout.dispatch": (
-            layout.dispatch != "rows",
-            f"dispatch {layout.dispatch} sends tokens to the owners of their experts",
-            "dispatch=rows",
+            layout.dispatch not in ("rows", "tokens", "deepep"),
+            f"dispatch {layout.dispatch} is a package's own and sends to the owners of experts",
+            "dispatch=tokens",
         ),
         "layout.ep_overlap": (layout.ep_overlap, "halves of the sequences would each send them", "ep_overlap=false"),
-        "model.moe.capacity": (moe.capacity > 0, "with a capacity all experts have equally many rows", "capacity=0"),
+        "model.moe.capacity": (
+            moe.capacity > 0 and layout.dispatch == "rows",
+            "with a capacity rows of all experts are equally many",
+            "capacity=0, dispatch=tokens",
+        ),
         "layout.tile": (
             layout.tiles > 1 and "experts" in layout.tiled_layers,
             "a tile is gathered when it computes",
@@ -132,13 +134,9 @@ def _redundancy_layout_problems(job: Job) -> Iterator[Problem]:
     layout = job.layout
     if not layout.redundant_experts or layout.ep == 1:
         return
-    if slices_of(layout) > 1 or splits_backward(layout):
-        why = "slices of sequences" if slices_of(layout) > 1 else "weight gradients that wait"
-        yield (
-            "layout.schedule",
-            f"schedule {layout.schedule} has {why}, and redundant_experts send their gradients back in the same pass; "
-            "nearest legal: 1f1b, or redundant_experts=0",
-        )
+    if slices_of(layout) > 1:
+        why = f"schedule {layout.schedule} has slices of sequences, of which each would send redundant_experts"
+        yield "layout.schedule", f"{why}; nearest legal: 1f1b, or redundant_experts=0"
 
 
 REDUNDANCY = Technique(
@@ -153,8 +151,10 @@ REDUNDANCY = Technique(
         "dp_shard=2,ep=2,redundant_experts=1",
         "dp_shard=4,ep=2,zero=3,redundant_experts=2,recompute=full",
         "dp_shard=4,ep=4,ep_node=2,zero=2,redundant_experts=2,accumulation=2",
+        "dp_shard=4,ep=4,zero=1,redundant_experts=1,dispatch=tokens",
         "dp_shard=2,tp=2,ep=4,etp=1,sp=true,redundant_experts=1,recompute=mlp",
         "dp_replicate=2,dp_shard=2,ep=2,zero=1,redundant_experts=1,recompute=products",
         "cp=2,tp=2,pp=2,ep=2,redundant_experts=1,accumulation=2",
+        "dp_shard=2,pp=2,ep=2,zero=2,schedule=zb_h1,redundant_experts=1,accumulation=2,dispatch=tokens",
     ),
 )

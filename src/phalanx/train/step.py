@@ -537,6 +537,7 @@ class Stepper:
             noise = Noise(
                 *(self.job.train.seed, step, samples, part, tokens_here, places, seq_len),
                 embeddings=alpha / math.sqrt(seq_len * self.job.model.d_model),
+                halved=batch.halved(self.job.train.global_batch, self.job.layout),
             )
         return MicroTensors(tokens, targets, noise, places, documents, reference, policy, conversations, further)
 
