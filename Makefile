@@ -6,6 +6,7 @@ BIN := $(VENV)/bin
 JOB ?= examples/main.yaml
 COUNT ?= 20000
 ARGS ?=
+EXTRAS ?= dev
 # Tests start hundreds of processes: without this each would compile the modules again.
 unexport PYTHONDONTWRITEBYTECODE
 
@@ -19,11 +20,13 @@ help: ## list the targets
 setup: $(VENV)/.installed ## make .venv and install the project with pinned versions
 
 # The stamp is newer than what it was made from: a second call installs nothing. On a terminal pip shows its progress.
+# pip would compile the packages' modules on one core.
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	@[ -t 1 ] && quiet= || quiet=--quiet; extra=$$($(PYTHON) .ci/torch_index.py $(BIN)/python); \
 	echo "Installing Phalanx with pinned versions$${extra:+ and torch for CPUs, a few hundred MB: no GPU here}"; \
-	$(BIN)/python -m pip install $$quiet --disable-pip-version-check -c constraints.txt $$extra -e '.[dev]'
+	$(BIN)/python -m pip install $$quiet --no-compile --disable-pip-version-check -c constraints.txt $$extra -e '.[$(EXTRAS)]'
+	@$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true # templates of some packages are no Python
 	@touch $@
 
 $(VENV)/.documented: $(VENV)/.installed

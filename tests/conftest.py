@@ -77,7 +77,7 @@ def pool() -> Iterator[Pool]:
 
     preload = ["pytest", "hypothesis", *warm.PRELOAD, *warm.modules()]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(warm, "is_cold", True)  # what ranks start is theirs, and not a fork of a test's server
+        patch.setenv("PHALANX_COLD", "1")  # what ranks start is theirs, and not a fork of a test's server
         made = Pool(8, preload)
     with made:
         yield made

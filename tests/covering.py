@@ -89,10 +89,10 @@ def covering(
         groups = (group for length in range(1, size + 1) for group in combinations(parts(case), length))
         return {frozenset(group) for group in groups if len(group) == 1 or not any(map(single, group))}
 
-    groups = [groups_of(case) for case in rest]
+    groups, costs = [groups_of(case) for case in rest], [cost(case) for case in rest]
     missing, kept = set[Hashable]().union(*groups).difference(*map(groups_of, elsewhere)), set[int]()
     while missing:
-        best = max(range(len(rest)), key=lambda number: len(groups[number] & missing) / cost(rest[number]))
+        best = max(range(len(rest)), key=lambda number: len(groups[number] & missing) / costs[number])
         kept.add(best)
         missing -= groups[best]
     return [case for number, case in enumerate(rest) if number in kept]

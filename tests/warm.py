@@ -4,7 +4,8 @@ A process that imports torch takes two seconds before it does a thing, and tests
 `subprocess.Popen` and `os.posix_spawn` ask a server that has imported torch for a fork. What is forked is a child of
 the process that asked, with the environment, folder and streams it asked for; what it starts, such as ranks, is forked
 too. A process is started afresh if the interpreter is told something else than the server was (PYTHONHASHSEED, LC_ALL),
-for `python -c`, in tests marked `cold`, which are about the start of processes, and everywhere with PHALANX_COLD=1.
+for `python -c`, in tests marked `cold`, which are about the start of processes, and everywhere with PHALANX_COLD=1. A
+fork that is given that variable starts its own processes afresh.
 """
 
 from __future__ import annotations
@@ -282,6 +283,29 @@ def modules() -> Iterator[str]:
             yield name
 
 
+def _with_own_server(start: Start) -> Start:
+    """Gives a fork a server of its own, so that its children are its own. Returns in it, and in what that forks."""
+    ours, theirs = socket.socketpair()
+    parent = os.getpid()
+    if os.fork():
+        theirs.close()
+        _ask(ours)
+        return start
+    ours.close()
+    os.setsid()
+    fork_server.show([sys.executable, __file__], {})
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    _prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:
+        os._exit(0)
+    nothing = os.open(os.devnull, os.O_RDWR)  # who reads the streams waits for their end
+    for number in STREAMS:
+        os.dup2(nothing, number)
+    start = _serve(theirs)
+    _prctl(PR_SET_PDEATHSIG, 0, 0, 0, 0)
+    return start
+
+
 def _main() -> None:
     """The server, and what it forks."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -292,25 +316,8 @@ def _main() -> None:
     sys.path.pop(0)  # this folder
     gc.freeze()  # exempts the imports from garbage collection, which would copy their pages in every fork
     start = _serve(channel)
-    # In a fork, which gets a server of its own, so that its children are its own.
-    ours, theirs = socket.socketpair()
-    parent = os.getpid()
-    if os.fork():
-        theirs.close()
-        _ask(ours)
-    else:
-        ours.close()
-        os.setsid()
-        fork_server.show([sys.executable, __file__], {})
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        _prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-        if os.getppid() != parent:
-            os._exit(0)
-        nothing = os.open(os.devnull, os.O_RDWR)  # who reads the streams waits for their end
-        for number in STREAMS:
-            os.dup2(nothing, number)
-        start = _serve(theirs)
-        _prctl(PR_SET_PDEATHSIG, 0, 0, 0, 0)
+    if "PHALANX_COLD" not in start.environment:
+        start = _with_own_server(start)
     try:
         _run(start)
     except SystemExit as left:
