@@ -52,7 +52,7 @@ MOST_LINES = {
     "parallel": 8077,
     "partition": 1810,
     "pictures": 3635,
-    "plan": 4417,
+    "plan": 4399,
     "report": 1682,
     "schedule": 2044,
     "serve": 830,
