@@ -34,7 +34,7 @@ MOST_LINES = {
     "blocks": 3510,
     "check": 2157,
     "checkpoint": 4161,
-    "cli": 7675,
+    "cli": 7681,
     "comm": 2139,
     "config": 6662,
     "cost": 7321,
