@@ -24,7 +24,7 @@ from phalanx.config.presets import PRESETS
 from phalanx.cost.frameworks import PROFILES
 from phalanx.cost.held import flights
 from phalanx.cost.prediction import predict
-from phalanx.cost.rank_memory import RankMemory, step_memory
+from phalanx.cost.rank_memory import RankMemory, needed_bytes, step_memory
 from phalanx.cost.spec import Framework, StepSpec
 from phalanx.cost.state_formulas import by_stage
 from phalanx.cost.state_formulas import state_bytes as predicted_state
@@ -175,6 +175,21 @@ def test_1f1b_keeps_fewer_on_later_ranks_and_gpipe_all():
         last = step_memory(spec(large, replace(layout, schedule="gpipe"), memory_profile=profile))[-1]
         assert last.logits == pytest.approx(logits * (now + 11 * waiting), rel=0.03), "the rest is what the head read"
     assert [rank.logits > 0 for rank in step_memory(spec(large, layout))] == [False, False, False, True]
+
+
+@pytest.mark.parametrize(
+    "profile", [PHALANX, MEGATRON_CORE, TORCHTITAN], ids=["phalanx", "megatron-core", "torchtitan"]
+)
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved_1f1b", "zb_h1", "zb_v", "v_half", "dualpipe", "dualpipe_v"])
+def test_ranks_that_hold_the_same_need_together_what_the_fullest_of_them_needs(schedule, profile):
+    model = replace(LLAMA, n_layers=18)  # not as many in all stages
+    for zero, accumulation, recompute in ((1, 16, "none"), (2, 5, "selective"), (3, 8, "full")):
+        layout = Layout(pp=4, dp_shard=2, zero=zero, schedule=schedule, recompute=recompute, micro_batch=1)
+        case = spec(model, replace(layout, accumulation=accumulation + accumulation % 2), memory_profile=profile)
+        fullest = max(rank.needed for rank in step_memory(case))
+        assert needed_bytes(case) == pytest.approx(fullest, abs=1)
+        assert needed_bytes(case, fullest + 1) == needed_bytes(case)
+        assert needed_bytes(case, fullest / 2) > fullest / 2
 
 
 def test_stages_may_be_given_even_with_none_of_the_layers():

@@ -12,7 +12,6 @@ from math import inf, prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from phalanx.cli.verb import Option, Words
 from phalanx.config.cluster import Cluster
 from phalanx.errors import JobError
 from phalanx.gc import gc_paused
@@ -26,26 +25,9 @@ from phalanx.units import aligned, duration, gib
 
 if TYPE_CHECKING:
     from phalanx.cli.files import OutputFiles
+    from phalanx.cli.verb import Words
     from phalanx.graph.export import ExportedModule
 
-GRAPH = {
-    "graph": Option(
-        "plan any operator graph instead of a job's model: a JSON file, or a function of yours that returns a torch "
-        "module and example inputs, the micro-batch (docs/guides/graph.md)",
-        value="FILE|MODULE:FUNCTION",
-    ),
-    "mesh": Option(
-        "with --graph: its devices in one or two dimensions, such as 8x8 (default: the best)", value="AxB", rare=True
-    ),
-    "micro_batches": Option("with --graph: plan pipeline stages for so many", 0, at_least=1, rare=True),
-    "splits": Option(
-        "with --graph: a plan by hand to compare, as JSON: the letters that operators split, the rest is chosen",
-        value="FILE",
-        rare=True,
-    ),
-    "graph_out": Option("with --graph: write the graph as JSON", value="FILE", rare=True),
-}
-"""The options of a graph. With --check its plan runs on as many gloo processes, and is compared with one."""
 MOST_PROCESSES = 8
 
 

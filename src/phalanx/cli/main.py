@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 import phalanx
 from phalanx.echo import echo, shortened
 from phalanx.errors import JobError, OutputError, PhalanxError
+from phalanx.gc import gc_paused
 from phalanx.launch.detected import detected
 from phalanx.launch.output import unblocked
 from phalanx.launch.ranks import LAUNCHER_PID, ToldError, lowest_evidence
@@ -91,7 +92,8 @@ _MODULES = {
 
 def description_of(verb: str) -> Verb:
     """Imports the module that describes and runs a verb, and returns what the verb takes."""
-    module = importlib.import_module(f"phalanx.cli.{_MODULES.get(verb, verb.replace('-', '_'))}")
+    with gc_paused():
+        module = importlib.import_module(f"phalanx.cli.{_MODULES.get(verb, verb.replace('-', '_'))}")
     return getattr(module, verb.upper().replace("-", "_") if verb in _MODULES else "VERB")
 
 

@@ -18,8 +18,6 @@ from phalanx.check.load import RESOLVED, LoadedJob
 from phalanx.cli import foreign, sweep
 from phalanx.cli.auto_layout import calibration_document, check_calibration, on_known_devices, request_of, worlds_of
 from phalanx.cli.files import DARK, OutputFiles
-from phalanx.cli.graph import GRAPH
-from phalanx.cli.graph import run as plan_graph
 from phalanx.cli.verb import FROM, MOST_COLUMNS, Option, Words, flag_of, job_verb
 from phalanx.config import values
 from phalanx.config.job import Job, Optimizer
@@ -51,13 +49,11 @@ from phalanx.plan.page import advice, shortfall
 from phalanx.plan.plan import Candidate, Plan
 from phalanx.plan.planner import search
 from phalanx.plan.simplicity import EQUAL
-from phalanx.report.figures import rank_traffic
 from phalanx.simulate import goodput, slices
 from phalanx.simulate.goodput import LLAMA_3_RATE, Goodput, best
 from phalanx.simulate.step import AXES, Disturbance, Figures, check, figures, simulate
 from phalanx.simulate.timeline import Timeline
 from phalanx.units import aligned, figure, gib
-from phalanx.validation import table
 
 if TYPE_CHECKING:
     from phalanx.plan.space import PlanRequest
@@ -175,6 +171,8 @@ def run(words: Words) -> int:
     if options["table"]:
         prices = Prices(job.cluster, options["tokens"])
         _check_of_table(words)
+        from phalanx.validation import table
+
         return table.run(options["table"], options["out"], prices, as_json=words.as_json, progress=stderr_progress)
     if options["largest"]:
         words.show(*_largest(job, options["largest"]))
@@ -184,7 +182,7 @@ def run(words: Words) -> int:
     files = OutputFiles.of(words, "svg")
     spec = asked(step_spec(job, vocabulary_size(job)), words, job)
     prediction = predict(spec)
-    traffic = rank_traffic(job, spec)
+    traffic = _traffic(job, spec)
     sliced = job.layout.pp > 1 and slices_of(job.layout) > 1
     cuts = slices.compared(slices.slice_times(spec), slices_of(job.layout)) if sliced else {}
     if options["picture"] == "slices" and not cuts:
@@ -272,6 +270,12 @@ def _check_alone(words: Words, option: str, clashing: Collection[str]) -> None:
         raise JobError(f"--{option} excludes {', '.join(map(flag_of, sorted(clashing)))}")
 
 
+def _traffic(job: Job, spec: StepSpec) -> dict[str, dict[str, float]]:
+    from phalanx.report.figures import rank_traffic  # with the records of runs, which planning does without
+
+    return rank_traffic(job, spec)
+
+
 def _swept(words: Words) -> int:
     """Predicts the combinations of --sweep."""
     _check_alone(words, "sweep", words.stated & {"from", "ignore", "largest", "out", "picture", "table", "tokens"})
@@ -279,7 +283,7 @@ def _swept(words: Words) -> int:
 
     def predicted(job: Job) -> tuple[Prediction, float]:
         spec = asked(step_spec(job, vocabulary_size(job)), words, job)
-        sent = (size for collectives in rank_traffic(job, spec).values() for size in collectives.values())
+        sent = (size for collectives in _traffic(job, spec).values() for size in collectives.values())
         return predict(spec), sum(sent)
 
     with stderr_progress() as progress:
@@ -375,6 +379,24 @@ def report(spec: StepSpec, prediction: Prediction, traffic: dict[str, dict[str, 
 MAP_POINTS = 300
 """Number of layouts in the map of the space."""
 
+GRAPH = {
+    "graph": Option(
+        "plan any operator graph instead of a job's model: a JSON file, or a function of yours that returns a torch "
+        "module and example inputs, the micro-batch (docs/guides/graph.md)",
+        value="FILE|MODULE:FUNCTION",
+    ),
+    "mesh": Option(
+        "with --graph: its devices in one or two dimensions, such as 8x8 (default: the best)", value="AxB", rare=True
+    ),
+    "micro_batches": Option("with --graph: plan pipeline stages for so many", 0, at_least=1, rare=True),
+    "splits": Option(
+        "with --graph: a plan by hand to compare, as JSON: the letters that operators split, the rest is chosen",
+        value="FILE",
+        rare=True,
+    ),
+    "graph_out": Option("with --graph: write the graph as JSON", value="FILE", rare=True),
+}
+"""The options of a graph. With --check its plan runs on as many gloo processes, and is compared with one."""
 PLAN = job_verb(
     "plan",
     "Finds the fastest legal layout that fits in memory. Layout fields set on the command line, or beside `auto: true` "
@@ -420,6 +442,8 @@ def run_plan(words: Words) -> int:
     loaded = on_known_devices(words.loaded, measures=True)
     cluster = loaded.job.cluster
     if words.options["graph"]:
+        from phalanx.cli.graph import run as plan_graph
+
         return plan_graph(words, cluster, files)
     check_calibration(cluster, cluster.devices)
     request = request_of(replace(loaded, job=_with_batch(loaded.job, words.before)), vocab, worlds_of(loaded.job))

@@ -327,32 +327,37 @@ class StepSizes:
         """Bytes of inputs of matrices that a backward pass gathers."""
 
 
-class BlockBytes:
-    """Bytes of one block of a kind on a rank."""
+class KeptBytes:
+    """Bytes that one block of a kind keeps on a rank for its backward pass."""
 
     def __init__(self, step: StepSizes, kind: LayerKind):
-        model, memory_profile, width = step.spec.model, step.memory_profile, step.spec.width
-        layout = step.spec.layout
+        model, layout = step.spec.model, step.spec.layout
         # Sequences take equal parts of all, but for capacities of runs of them, and for copies of experts.
         whole_batch = (layout.folds and model.moe.capacity) or layout.redundant_experts
         sequences = step.spec.batch.micro_batch if whole_batch else 1
-        place = place_of(
+        self.step, self.kind = step, kind
+        self.place = place_of(
             *(model, layout, sequences),
-            width=width,
+            width=step.spec.width,
             narrow=step.spec.products in ("fp8", "fp4"),
-            profile=memory_profile,
+            profile=step.memory_profile,
             slices=step.slices,
         )
+        self.kept = step.tokens * sum([size for _, size in saved(self.place, kind)])
+
+
+class BlockBytes(KeptBytes):
+    """Bytes of one block of a kind on a rank."""
+
+    def __init__(self, step: StepSizes, kind: LayerKind):
+        super().__init__(step, kind)
+        model, layout, width, place = step.spec.model, step.spec.layout, step.spec.width, self.place
         self.parameters: BlockParameters = block_parameters(model, layout, kind.block)
         self.trained = self.parameters.trained_dense + self.parameters.trained_experts
-        whole_place = place._replace(profile=replace(memory_profile, repeats=())) if memory_profile.repeats else place
+        whole_place = place._replace(profile=replace(place.profile, repeats=())) if place.profile.repeats else place
         if kind.recompute == "full":  # what it gathers once more, it has until the backward pass has been
             whole_place = whole_place._replace(sp_regather=False)
-        parts, every = (
-            [size for _, size in saved(*one)] for one in ((place, kind), (whole_place, kind._replace(recompute="none")))
-        )
-        self.kept, whole = step.tokens * sum(parts), step.tokens * sum(every)
-        self.step, self.kind, self.place = step, kind, place
+        whole = step.tokens * sum([size for _, size in saved(whole_place, kind._replace(recompute="none"))])
         borrows = "shared_keys" in ATTENTION[kind.block.attention].needs
         cores = (each.core for each in block(place, kind.block) if each.core and borrows)
         numbers = sum(each.sequences * each.queries * each.kv_heads * (each.head + each.value_head) for each in cores)

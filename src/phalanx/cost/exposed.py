@@ -63,6 +63,8 @@ def bucket_messages(blocks: Any) -> Any:
 def pass_seconds(device: Any, host: Any) -> Any:
     """Returns the seconds of a pass that takes `device` seconds on the device and `host` seconds to launch. The host
     runs ahead of long kernels and falls behind short ones: between the maximum of both and their sum."""
+    if _has_array(device, host):  # squares and roots are computed ten times as fast as powers
+        return (((device**2) ** 2 + (host**2) ** 2) ** 0.5) ** 0.5
     return (device**OVERLAP_EXPONENT + host**OVERLAP_EXPONENT) ** (1 / OVERLAP_EXPONENT)
 
 

@@ -240,8 +240,6 @@ class Flight(NamedTuple):
     """Share of the micro-batches that pass each of its stages: half in a bidirectional pipeline."""
     losses: float = 1.0
     """Most micro-batches of which the rank with the last stage has logits at once."""
-    deferred: tuple[float, ...] = ()
-    """Most micro-batches per stage that wait for their weight gradients alone; empty if backward passes are whole."""
     unread: tuple[tuple[float, ...], ...] = ()
     """As `most`, but only those whose backward pass has not begun; empty if backward passes are whole."""
     later: tuple[tuple[float, ...], ...] = ()
@@ -297,22 +295,20 @@ def _with_more(rank: Flight, more: int) -> Flight:
 
 
 @lru_cache(maxsize=4096)
-def covering(every: tuple[Flight, ...]) -> tuple[tuple[int, ...], ...]:
-    """Returns for each rank the earlier ranks with as many stages, and at least as many micro-batches in flight."""
-    found, fronts = list[set[int]](), [(one.most, one.later, one.joined) for one in every]
-    for rank, one in enumerate(every):
-        fuller = set[int]()
-        for other in reversed(range(rank)):
-            same = len(every[other].held) == len(one.held)
-            if other not in fuller and same and all(map(_covers, fronts[other], fronts[rank])):
-                fuller |= {other, *found[other]}  # ranks that cover it cover this one too
-        found.append(fuller)
-    return tuple(tuple(sorted(fuller)) for fuller in found)
+def with_all_peaks(alike: tuple[Flight, ...]) -> Flight:
+    """Returns the first of some ranks that hold the same, with the peaks of all: at its fullest moment it has as many
+    micro-batches in flight as the fullest of them."""
+    peaks = {
+        name: _front({counts for rank in alike for counts in getattr(rank, name)}, 1)
+        for name in ("most", "unread", "later", "joined")
+    }
+    losses = {name: max(getattr(rank, name) for rank in alike) for name in ("losses", "later_losses")}
+    return alike[0]._replace(deferring=_deferring(peaks.pop("joined")), **peaks, **losses)
 
 
-def _covers(front: Iterable[tuple[float, ...]], other: Iterable[tuple[float, ...]]) -> bool:
-    """Returns whether some counts of a front are at least as high as each of another."""
-    return all(any(all(map(le, less, more)) for more in front) for less in other)
+def _deferring(joined: Iterable[tuple[float, ...]]) -> tuple[Deferring, ...]:
+    """Returns moments from both of their counts in one tuple."""
+    return tuple(Deferring(one[: len(one) // 2], one[len(one) // 2 :]) for one in joined)
 
 
 @lru_cache(maxsize=4096)
@@ -325,7 +321,7 @@ def _flight(schedule: Schedule, rank: int) -> Flight:
     program, held = schedule.programs[rank], schedule.stages_on(rank)
     places = {stage: place for place, stage in enumerate(held)}
     # Micro-batches per stage: in flight, until B or I, and between I and W.
-    now, unread, waiting, most_waiting = ([0] * len(held) for _ in range(4))
+    now, unread, waiting = ([0] * len(held) for _ in range(3))
     most, most_unread = set[tuple[int, ...]](), set[tuple[int, ...]]()
     later, deferring, back = set[tuple[int, ...]](), set[tuple[int, ...]](), set[int]()
     logits = most_logits = later_logits = 0
@@ -357,7 +353,6 @@ def _flight(schedule: Schedule, rank: int) -> Flight:
             grown = grown_unread = True
         elif kind == "I":
             waiting[place] += 1
-            most_waiting[place] = max(most_waiting[place], waiting[place])
         else:
             if grown:
                 most.add(tuple(now))
@@ -372,17 +367,16 @@ def _flight(schedule: Schedule, rank: int) -> Flight:
         stages=schedule.stages,
         share=visits / len(held) / len(schedule.placements),
         losses=most_logits / slices,
-        deferred=tuple(n / slices for n in most_waiting) if splits else (),
         unread=_front(most_unread, slices) if splits else (),
         later=_front(later, slices),
         later_losses=later_logits / slices,
-        deferring=tuple(Deferring(one[: len(held)], one[len(held) :]) for one in _front(deferring, slices)),
+        deferring=_deferring(_front(deferring, slices)),
     )
 
 
-def _front(counts: Iterable[tuple[int, ...]], slices: int) -> tuple[tuple[float, ...], ...]:
+def _front(counts: Iterable[tuple[float, ...]], slices: int) -> tuple[tuple[float, ...], ...]:
     """Returns the counts that no others exceed everywhere, in micro-batches."""
-    front = list[tuple[int, ...]]()
+    front = list[tuple[float, ...]]()
     for one in sorted(counts, reverse=True):  # a dominated one comes after the one that dominates it
         for other in reversed(front):  # most likely a neighbour
             if all(map(le, one, other)):

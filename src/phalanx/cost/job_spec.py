@@ -14,7 +14,7 @@ from phalanx.config.job import Job
 from phalanx.config.layout import Layout
 from phalanx.config.model import ModelConfig
 from phalanx.config.precision import Products
-from phalanx.cost.block_memory import BlockBytes
+from phalanx.cost.block_memory import KeptBytes
 from phalanx.cost.frameworks import PHALANX, PHALANX_CPU
 from phalanx.cost.held import Content, LayerKind
 from phalanx.cost.kernels import peak_flops
@@ -52,7 +52,7 @@ def with_recompute_budget(spec: StepSpec) -> StepSpec:
         for mode in legal_modes(spec.layout.tiles):
             layer = LayerKind(kind, mode)
             seconds = rank_time(plain, Content(((layer, 1),), False, False)).total
-            costs.append((BlockBytes(step, layer).kept, seconds, mode))
+            costs.append((KeptBytes(step, layer).kept, seconds, mode))
         for stage in spec.stages or (range(layers),):
             mine = [layer for layer in stage if kinds[layer] == kind]
             for layer, mode in zip(mine, _modes_within(costs, budget, len(mine)), strict=True):

@@ -6,7 +6,8 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from math import inf
+from itertools import pairwise
+from math import ceil, inf
 from operator import mul
 from typing import Any, Literal
 
@@ -19,7 +20,6 @@ from phalanx.cost.generation import generation_bytes
 from phalanx.cost.held import (
     Flight,
     LayerKind,
-    covering,
     gathered_outside,
     kinds_of,
     outside,
@@ -27,6 +27,7 @@ from phalanx.cost.held import (
     placed,
     shards_of,
     table,
+    with_all_peaks,
 )
 from phalanx.cost.matrices import bucket_ends, matrix_work
 from phalanx.cost.spec import StepSpec
@@ -129,8 +130,9 @@ class RankParts:
         trained = self.ends.block if self.units and not self.model.freezes else 0
         self.sent_last = self.formulas.sent_last(trained, step.spec.batch.accumulation, self.layout)
 
+    @cached_property
     def state(self) -> StateBytes:
-        """Returns the bytes of the rank's state, with whole matrices among the temporary tensors of its step."""
+        """The bytes of the rank's state, with whole matrices among the temporary tensors of its step."""
         stashed = int(max(max(counts) for counts in self.flight.most)) if stashes(self.layout) else 0
         found = self.step.state(self.shards, flushes=flushes(self.layout), stashed=stashed)
         whole = matrix_work(self.step.spec, tuple(self.of_kind.items()), (self.first, self.last))
@@ -608,23 +610,26 @@ class RankMemory:
 def step_memory(spec: StepSpec) -> tuple[RankMemory, ...]:
     """Returns the memory of each rank of the pipeline. Raises JobError if pp_cut or the schedule does not fit."""
     step = StepParts(spec)
-    return tuple(_fullest(step, flight) for flight in step.flights)
+    return tuple(_fullest(RankParts(step, flight)) for flight in step.flights)
 
 
 def needed_bytes(spec: StepSpec, limit: float = inf) -> int:
-    """Returns the memory that the fullest rank needs (RankMemory.needed). Ranks that hold the same as another and have
-    fewer micro-batches in flight are skipped. If some need more than `limit`, returns the need of the first of them. If
-    offloaded state exceeds the host or the disk, what is missing there counts on top of a full device. Raises as
-    `step_memory`."""
-    step, most = StepParts(spec), 0
-    keys = [
-        (*(step.kinds_of(stage) for stage in flight.held), 0 in flight.held, flight.stages - 1 in flight.held)
-        for flight in step.flights
-    ]
-    for flight, key, fuller in zip(step.flights, keys, covering(step.flights), strict=True):
-        if any(keys[other] == key for other in fuller):
-            continue
-        memory = _fullest(step, flight)
+    """Returns the memory that the fullest rank needs (RankMemory.needed), or a number above `limit` if that is more.
+    Ranks that hold the same are predicted as one, with the peaks of all. If offloaded state exceeds the host or the
+    disk, what is missing there counts on top of a full device. Raises as `step_memory`."""
+    step, most, alike = StepParts(spec), 0, dict[tuple[Any, ...], list[Flight]]()
+    for flight in step.flights:
+        held = flight.held
+        holds = (*map(step.kinds_of, held), 0 in held, flight.stages - 1 in held)
+        neighbours = tuple(later - stage == 1 for stage, later in pairwise(held))
+        stays = step.formulas.stays(spec.batch.accumulation * len(held), max(map(sum, flight.most)))
+        alike.setdefault((holds, neighbours, stays), []).append(flight)
+    for ranks in alike.values():
+        rank = RankParts(step, with_all_peaks(tuple(ranks)))
+        least = rank.state.held + rank.kept(rank.flight.most)[0] + step.context()
+        if least > limit:  # without anything that is there for a moment
+            return ceil(least)
+        memory = _fullest(rank)
         most = max(most, memory.needed, round(overfull(spec.cluster, memory.host, memory.disk)))
         if most > limit:
             break
@@ -638,11 +643,10 @@ def overfull(cluster: Cluster, host: Any, disk: Any) -> Any:
     return (short > 0) * (cluster.accelerator.memory_gib * 2**30 + short)
 
 
-def _fullest(step: StepParts, flight: Flight) -> RankMemory:
+def _fullest(rank: RankParts) -> RankMemory:
     """Returns the memory of a rank at the fullest of its moments."""
-    memory_profile, rank = step.memory_profile, RankParts(step, flight)
+    step, flight, memory_profile, state = rank.step, rank.flight, rank.memory_profile, rank.state
     beside = generation_bytes(step.spec, rank.of_kind.items(), (rank.first, rank.last))
-    state = rank.state()
     state = state._replace(parameters=state.parameters + beside.reference)
     kept, in_flight = rank.kept(flight.most)
     # Programs that keep all parameters whole under pp were measured with more.

@@ -14,8 +14,6 @@ import platform
 import re
 import sys
 import sysconfig
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
@@ -64,10 +62,12 @@ def _content(file: Path) -> bytes:
 
 
 def _download() -> bytes:
+    import urllib.request  # http and ssl, a tenth of all imports of a verb that plans
+
     try:
         with urllib.request.urlopen(URL, timeout=TIMEOUT_S) as response:
             return response.read(BYTES + 1)
-    except (OSError, urllib.error.URLError) as error:
+    except OSError as error:
         raise DataError(
             f"could not download tiny Shakespeare from {URL}: {error}. Fetch it on a machine with a network and set "
             "data.path to it, or use data.corpus=stdlib, which needs no network"

@@ -43,16 +43,16 @@ class LayerCosts(NamedTuple):
     """Extra cost of the last stage."""
 
 
+@lru_cache(1024)
 def layer_costs(model: ModelConfig, vocab: int | None = None) -> LayerCosts:
     """Returns the forward FLOPs per token of every block and of the head, with that of its own of a module for a
-    further token; each backward pass costs twice that. The
-    embedding is a look-up without a multiplication and counts nothing. `vocab` is the tokenizer's vocabulary, used if
-    the model leaves it open; raises JobError if neither is set."""
+    further token; each backward pass costs twice that. The embedding is a look-up without a multiplication and counts
+    nothing. `vocab` is the tokenizer's, for a model that leaves it open; raises JobError if neither is set."""
     head = head_flops_per_token(model, vocab)
     blocks = [
         block_flops_per_token(model, layer) + head * kind.predicts for layer, kind in enumerate(block_kinds(model))
     ]
-    return LayerCosts(blocks, projection_flops_per_token(model), head)
+    return LayerCosts(tuple(blocks), projection_flops_per_token(model), head)
 
 
 def stages_of(model: ModelConfig, layout: Layout, stages: int, vocab: int | None = None) -> tuple[range, ...]:
@@ -62,7 +62,7 @@ def stages_of(model: ModelConfig, layout: Layout, stages: int, vocab: int | None
         return written_stages(layout.pp_cut, stages, model.n_layers, model.together)
     costs = layer_costs(model, vocab)
     own = model.n_layers - model.together
-    units = LayerCosts([*costs.layers[:own], sum(costs.layers[own:])], costs.first, costs.last)
+    units = LayerCosts((*costs.layers[:own], sum(costs.layers[own:])), costs.first, costs.last)
     found = _known_cut(tuple(units.layers), stages, units.first, units.last)
     entry = catalogue.SCHEDULES.get(layout.schedule)
     if entry is not None and entry.placement == "V" and stages == 2 * layout.pp:
@@ -109,6 +109,7 @@ def cut_by(cost: StageCost, stages: int, layers: int) -> tuple[range, ...]:
     return ranges(sizes)
 
 
+@lru_cache(1024)
 def _evened(stages: tuple[range, ...], costs: LayerCosts) -> tuple[range, ...]:
     """Returns stages whose slowest rank costs least if rank r holds stages r and -1 - r, with layers of equal cost;
     `stages` where that is no better. A V of 1 + 2 + 2 + 1 layers would have two on one rank and four on the other."""

@@ -95,15 +95,15 @@ def _changed(base: Layout, **fields: Any) -> Layout:
 
 
 class StepBytes:
-    """The memory of layouts with the same pipeline and recomputation. Arrays have a row per different rank contents and
-    a column per pair."""
+    """The memory of layouts with the same pipeline. Arrays have a row per different rank contents and a column per
+    layout."""
 
     def __init__(self, group: Pipelines):
         self.group, self.tables, self.m, self.pp = group, group.tables, group.m, group.pp
         self.formulas = group.tables.formulas
         self.entry = SCHEDULES.get(group.scheduled.schedule) if group.pp > 1 else None
         self.shards = group.shards
-        self.kinds = {kind: self.tables.activations(kind, group.mode, group.inner) for kind in group.kinds}
+        self.kinds = {kind: self.tables.activations(kind, group.modes, group.inner) for kind in group.kinds}
         self.loss, self.different = self.tables.loss(group.inner), _different(self.m)
         self.activations = self._activations(np.zeros(len(group.shares)))
         self.states: dict[tuple[int, str], StateBytes] = {}
@@ -177,14 +177,14 @@ class StepBytes:
 
 
 class StepSeconds:
-    """The times of layouts with the same pipeline and recomputation. Arrays have a row per different rank contents and
-    a column per pair."""
+    """The times of layouts with the same pipeline. Arrays have a row per different rank contents and a column per
+    layout."""
 
     def __init__(self, group: Pipelines):
         self.group, self.tables, self.m, self.pp = group, group.tables, group.m, group.pp
         self.request = group.tables.request
         self.framework, self.device = self.request.framework, self.request.cluster.accelerator
-        self.work = np.stack([self.tables.work(share, group.mode, group.inner).T for share in group.shares], 1)
+        self.work = np.stack([self.tables.work(share)[group.inner, group.modes].T for share in group.shares], 1)
         """Seconds per micro-batch: forward, backward, the same of the host, and those of weight gradients."""
         if self.framework.sum_passes:
             width = self.request.width
@@ -192,11 +192,12 @@ class StepSeconds:
         self.slopes = self.tables.slopes[group.outer].T
 
     def seconds(self, state: int, exactly: NDArray[Any] | None = None) -> Floats:
-        """Returns the seconds with a state sharding; the pairs `exactly` get the bubble of the schedule's program."""
-        if STATES[state].zero < 3 and exactly is None:
-            return self._plain_seconds + self._optimizer(state)
-        step = self._step(state) if STATES[state].zero == 3 else self._plain
-        return step.seconds(self._waiting(step, exactly)) + self._optimizer(state)
+        """Returns the seconds with a state sharding; the layouts `exactly` get the bubble of the schedule's program."""
+        if STATES[state].zero == 3:
+            step = self._step(state)
+            return step.seconds(self._waiting(step, exactly)) + self._optimizer(3)
+        found = self._plain_seconds if exactly is None else self._plain.seconds(self._waiting(self._plain, exactly))
+        return found + self._optimizer(STATES[state].zero)
 
     @cached_property
     def _plain(self) -> ComposedStep:
@@ -233,9 +234,9 @@ class StepSeconds:
         _, reshard, accumulate = STATES[state]
         seconds, starts = np.zeros((5, *self.work.shape[1:])), self.framework.kernel_us * 1e-6
         handling = handling_seconds(self.device, HOST_OPS["shard"])
-        twice = 2 if starts_again(self.device, RECOMPUTE[self.group.mode]) else 1
+        twice = np.array([1 + starts_again(self.device, mode) for mode in RECOMPUTE])[self.group.modes]
         for kind, (gather, regather, reduce, slowdown) in self._blocks.items():
-            forward, backward, *_ = self.tables.block(kind, self.group.mode, self.group.inner).T
+            forward, backward, *_ = self.tables.block(kind)[self.group.inner, self.group.modes].T
             there, back = block_state(
                 gather,
                 regather,
@@ -260,7 +261,7 @@ class StepSeconds:
         blocks = {}
         for kind in self.group.kinds:
             alone = RankContents(((kind, 1),), False, False)
-            held, trained = (count(alone)[self.group.inner].T for count in (self.tables.numbers, self.tables.trained))
+            held, trained = np.split(self.tables.counts(alone)[self.group.inner].T, 2)
             messages = self.framework.messages
             (gather, reduce), regather = self._state(held, trained, messages), self._sent(held, messages, 2)
             blocks[kind] = gather, regather, reduce, self._interference(held.sum(0), messages)
@@ -292,16 +293,16 @@ class StepSeconds:
         place = self.group.total.argmax(0), np.arange(len(self.m))
         return self.group.numbers[:, *place], self.group.trained[:, *place]
 
-    def _optimizer(self, state: int) -> Floats:
+    def _optimizer(self, zero: int) -> Floats:
         _, trained = self._fullest
         updated, every = (trained / self.group.ranks).sum(0), trained.sum(0)
-        clipped = np.where(self.group.shared, updated, every) if STATES[state].zero > 1 else every
+        clipped = np.where(self.group.shared, updated, every) if zero > 1 else every
         cluster, clips = self.request.cluster, clip_bytes(self.framework, self.request.width)
         return update_seconds(cluster, self.tables.space.base, self.tables.optimizer, updated, clipped, clips)
 
     def _idle(self, step: ComposedStep, exactly: NDArray[Any] | None) -> Floats | float:
         """Returns a lower bound on the idle time, in micro-batches of a rank: the schedule's formula, or its program
-        for the pairs `exactly` if that is not exact."""
+        for the layouts `exactly` if that is not exact."""
         if self.pp == 1:
             return 0.0
         schedule, chunks = self.group.scheduled
@@ -359,11 +360,12 @@ class Bounds:
     def pairs(self) -> tuple[Floats, Floats]:
         """Returns lower bounds on the seconds and bytes of every pair of a mesh and a micro-batch: nothing recomputed,
         everything sharded, all ranks of a pipeline alike, no bubble and nothing to reduce."""
-        every = np.arange(len(self.pp))
-        time = np.maximum(self._uniform(every, 0), self.link)
-        kept = self._kept(every, RECOMPUTE.index("full"))
-        tables = self.tables
-        counts = [count(tables.whole)[tables.inner_of].T / self.pp for count in (tables.numbers, tables.trained)]
+        every, tables = np.arange(len(self.pp)), self.tables
+        forward, backward, host, host_backward, _ = tables.work(tables.whole)[:, RECOMPUTE.index("none")].T
+        work = pass_seconds(forward, host) + pass_seconds(backward, host_backward)
+        time = np.maximum(self.space.accumulation * work[tables.inner_of] / self.pp, self.link)
+        kept = np.add.reduce([number * tables.kept(kind) for kind, number in tables.whole.blocks])[tables.inner_of]
+        counts = np.split(tables.counts(tables.whole)[tables.inner_of].T / self.pp, 2)
         state = self._state(every, counts, 3)
         memory = state.fullest(state.unsent, kept / self.pp, 0.0)
         return time * (1 - ROUNDING), memory * (1 - ROUNDING) + self.context
@@ -380,7 +382,7 @@ class Bounds:
         for (pp,), members in grouped(self.pp[pairs]):
             some = pairs[members]
             m, inner = self.space.accumulation[some], self.tables.inner_of[some]
-            forward, states = self._forward[:, inner], dict[RankContents, list[StateBytes]]()
+            forward, states = self._forward[:, inner], dict[RankContents, Floats]()
             options = np.unique(self.space.option_of[some]).tolist()
             here = {scheduled for number in options for scheduled in self._schedules[number]}
             for scheduled in sorted(here):
@@ -401,63 +403,57 @@ class Bounds:
         """Returns lower bounds on the seconds and bytes of every layout. Seconds are infinite if bytes exceed `limit`;
         with a `cutoff` bytes are infinite instead if seconds exceed that."""
         time, memory = np.full((2, len(rows)), inf)
-        for which, members in grouped(self.pp[rows.pair], rows.scheduled, rows.recompute):
-            near = members
-            if cutoff < inf:
-                time[members] = self._seconds(rows.pair[members], rows.state[members], which)
-                near = members[time[members] <= cutoff]
-                if not len(near):
-                    continue
-            pairs, places = runs_of(rows.pair[near])
-            states = rows.state[near]
-            group = self._pipelines(pairs, *which)
-            of_bytes = StepBytes(group)
-            sizes = np.empty((len(STATES), len(pairs)))
-            for state in np.flatnonzero(np.bincount(states)):
-                sizes[state] = of_bytes.bytes(int(state))
-            beside = np.max(overfull(self.request.cluster, *self.formulas.beside(group.shards)), 0) * (1 - ROUNDING)
-            here = sizes[states, places] * (1 - ROUNDING) + self.context[pairs][places]
-            memory[near] = np.maximum(here, beside[places] if np.ndim(beside) else beside)
-            small = memory[near] <= limit
-            if cutoff == inf and small.any():
-                kept = near[small]
-                time[kept] = self._seconds(rows.pair[kept], states[small], which, group if small.all() else None)
+        if cutoff < inf:
+            time = self.seconds(rows)
+            near = np.flatnonzero(time <= cutoff)
+            memory[near] = self._sizes(rows.select(near))
+            return time, memory
+        memory = self._sizes(rows)
+        small = np.flatnonzero(memory <= limit)
+        time[small] = self.seconds(rows.select(small))
         return time, memory
 
-    def exactly(self, rows: Rows) -> Floats:
-        """Returns lower bounds on the seconds of every layout with the bubble of its schedule's own program, which is
-        slower to compute."""
+    def seconds(self, rows: Rows, runs: bool = False) -> Floats:
+        """Returns lower bounds on the seconds of every layout; if it `runs`, with the bubble of the schedule's own
+        program, which is slower to compute."""
         time = np.empty(len(rows))
-        for which, members in grouped(self.pp[rows.pair], rows.scheduled, rows.recompute):
-            time[members] = self._seconds(rows.pair[members], rows.state[members], which, runs=True)
+        for members, group, states, places in self._groups(rows):
+            of_time, found = StepSeconds(group), np.empty((len(STATES), len(group.inner)))
+            for state in np.flatnonzero(np.bincount(states)).tolist():
+                found[state] = of_time.seconds(state, places[states == state] if runs else None)
+            time[members] = np.maximum(found[states, places], self.link[rows.pair[members]]) * (1 - ROUNDING)
         return time
 
-    def _seconds(
-        self,
-        every: NDArray[Any],
-        states: NDArray[Any],
-        which: tuple[int, ...],
-        group: Pipelines | None = None,
-        runs: bool = False,
-    ) -> Floats:
-        """Returns lower bounds on the seconds of layouts, from their pairs and state shardings, with the same pipeline
-        and recomputation; `group` has the figures of these pairs, if they are known."""
-        pairs, places = runs_of(every)
-        of_time = StepSeconds(group or self._pipelines(pairs, *which))
-        seconds = np.empty((len(STATES), len(pairs)))
-        for state in np.flatnonzero(np.bincount(states)):
-            seconds[state] = of_time.seconds(int(state), places[states == state] if runs else None)
-        return np.maximum(seconds, self.link[pairs])[states, places] * (1 - ROUNDING)
+    def _sizes(self, rows: Rows) -> Floats:
+        """Returns lower bounds on the bytes of every layout."""
+        memory = np.empty(len(rows))
+        for members, group, states, places in self._groups(rows):
+            of_bytes, found = StepBytes(group), np.empty((len(STATES), len(group.inner)))
+            for state in np.flatnonzero(np.bincount(states)).tolist():
+                found[state] = of_bytes.bytes(state)
+            beside = np.max(overfull(self.request.cluster, *self.formulas.beside(group.shards)), 0) * (1 - ROUNDING)
+            here = found[states, places] * (1 - ROUNDING) + self.context[rows.pair[members]]
+            memory[members] = np.maximum(here, beside[places] if np.ndim(beside) else beside)
+        return memory
 
-    def _pipelines(self, pairs: NDArray[Any], pp: int, scheduled: int, mode: int) -> Pipelines:
-        """Returns the figures of the meshes of some pairs that their bounds need."""
+    def _groups(self, rows: Rows) -> Iterator[tuple[NDArray[np.intp], Pipelines, NDArray[Any], NDArray[np.intp]]]:
+        """Yields the rows with the same pipeline by their numbers, the figures of their meshes and recomputations, and
+        by row its state sharding and the column of the figures."""
+        for (pp, scheduled), members in grouped(self.pp[rows.pair], rows.scheduled):
+            different, places = runs_of(rows.pair[members] * len(RECOMPUTE) + rows.recompute[members])
+            pairs, modes = np.divmod(different, len(RECOMPUTE))
+            yield members, self._pipelines(pairs, modes, pp, scheduled), rows.state[members], places
+
+    def _pipelines(self, pairs: NDArray[Any], modes: NDArray[Any], pp: int, scheduled: int) -> Pipelines:
+        """Returns the figures of the meshes of some pairs, with recomputations, that their bounds need."""
         tables, cut = self.tables, self.tables.cut(pp, scheduled)
         inner = tables.inner_of[pairs]
+        counts = np.stack([tables.counts(share)[inner].T for share in cut], 1)
         return Pipelines(
             tables=tables,
             pp=pp,
             scheduled=self.space.schedules[scheduled],
-            mode=mode,
+            modes=modes,
             shares=list(cut),
             first=[rank for rank, _ in cut.values()],
             count=np.array([[number] for _, number in cut.values()]),
@@ -470,8 +466,8 @@ class Bounds:
             alike=self.alike[pairs],
             data_ranks=self.data_ranks[pairs],
             ranks=self.ranks[:, pairs],
-            numbers=np.stack([tables.numbers(share)[inner].T for share in cut], 1),
-            trained=np.stack([tables.trained(share)[inner].T for share in cut], 1),
+            numbers=counts[:2],
+            trained=counts[2:],
             hop=self.hop[pairs],
         )
 
@@ -484,25 +480,11 @@ class Bounds:
         shared = self.shard_ranks[pairs] > 1
         return self.formulas.state(shards, self.data_ranks[pairs], zero, accumulate, m, shared=shared)
 
-    def _uniform(self, pairs: NDArray[Any], mode: int) -> Floats:
-        """Returns the seconds of a step where all ranks of a pipeline are alike and nothing else takes time."""
-        inner, which = np.unique(self.tables.inner_of[pairs], return_inverse=True)
-        forward, backward, host, host_backward, _ = self.tables.work(self.tables.whole, mode, inner).T
-        work = pass_seconds(forward, host) + pass_seconds(backward, host_backward)
-        return self.space.accumulation[pairs] * work[which] / self.pp[pairs]
-
-    def _kept(self, pairs: NDArray[Any], mode: int) -> Floats:
-        """Returns the bytes that all blocks together keep of a micro-batch."""
-        inner, which = np.unique(self.tables.inner_of[pairs], return_inverse=True)
-        kinds = [number * self.tables.activations(kind, mode, inner)[:, 0] for kind, number in self.tables.whole.blocks]
-        return np.add.reduce(kinds)[which]
-
     @cached_property
     def _forward(self) -> Floats:
         """The share at least of forward passes in the work of ranks that are all alike, by recomputation and inner
         combination."""
-        tables, every = self.tables, slice(None)
-        work = np.array([tables.work(tables.whole, mode, every) for mode in range(len(RECOMPUTE))])
+        work = np.moveaxis(self.tables.work(self.tables.whole), 1, 0)
         return work[..., 0] / work[..., :4].sum(-1)
 
     def _passes(self, pp: int, scheduled: int) -> Floats:
@@ -510,11 +492,9 @@ class Bounds:
         recomputation and inner combination."""
         cut = tuple(self.tables.cut(pp, scheduled).items())
         if (pp, cut) not in self._known:
-            modes, every = range(len(RECOMPUTE)), slice(None)
-            slowest, whole = np.zeros((2, len(modes), len(self.tables.inner)))
+            slowest, whole = np.zeros((2, len(RECOMPUTE), len(self.tables.inner)))
             for share, (_, count) in cut:
-                work = np.array([self.tables.work(share, mode, every) for mode in modes]) * share.part
-                forward, backward, host, host_backward, _ = np.moveaxis(work, -1, 0)
+                forward, backward, host, host_backward, _ = (self.tables.work(share) * share.part).T
                 each = pass_seconds(forward, host) + pass_seconds(backward, host_backward)
                 slowest, whole = np.maximum(slowest, each), whole + count * each
             self._known[pp, cut] = np.array([slowest, (whole - slowest) / max(1, pp - 1)])
@@ -535,11 +515,12 @@ class Bounds:
         near: NDArray[Any],
         pp: int,
         scheduled: int,
-        states: dict[RankContents, list[StateBytes]],
+        states: dict[RankContents, Floats],
     ) -> Floats:
         """Returns the bytes at least of those of some pairs that are `near`, by recomputation and state sharding, on
         the rank of a pipeline with the most micro-batches in flight, without unsharded parameters of ZeRO-3. `states`
-        are those of `every` pair, by the rank's contents, which other schedules have, too."""
+        has the fields of StateBytes by state sharding and field for `every` pair, by the rank's contents, which other
+        schedules have, too."""
         tables, which, pairs = self.tables, self.space.schedules[scheduled], every[near]
         inner, m, data_ranks = tables.inner_of[pairs], self.space.accumulation[pairs], self.data_ranks[pairs]
         most = int(m.max())
@@ -551,14 +532,13 @@ class Bounds:
         kinds = {kind: tables.activations(kind, slice(None), inner) for kind, _ in share.blocks}
         activations = buffer + rank_activations(tables, which, pp, _different(m), share, rank, kinds, loss)
         if share not in states:
-            counts = [count(share)[tables.inner_of[every]].T for count in (tables.numbers, tables.trained)]
-            states[share] = [self._state(every, counts, zero, accumulate) for zero, _, accumulate in STATES]
-        found = []
-        for state in states[share]:
-            fields: list[Any] = [each[near] if isinstance(each, np.ndarray) else each for each in state]
-            here = StateBytes(*fields)
-            found.append(here.fullest(here.unsent, activations, 0.0).T)
-        return np.stack(found, -1) * (1 - ROUNDING) + self.context[pairs, None, None]
+            counts = np.split(tables.counts(share)[tables.inner_of[every]].T, 2)
+            found = {key: self._state(every, counts, *key) for key in {(one.zero, one.accumulate) for one in STATES}}
+            fields = [[np.broadcast_to(each, len(every)) for each in found[one.zero, one.accumulate]] for one in STATES]
+            states[share] = np.array(fields)
+        here = StateBytes(*np.moveaxis(states[share][..., near], 1, 0)[:, :, None])
+        memory = here.fullest(here.unsent, activations, 0.0).T
+        return memory * (1 - ROUNDING) + self.context[pairs, None, None]
 
     def _hops(self) -> tuple[Floats, Floats]:
         """Returns, by pair, the seconds of a message from a stage to the next at least, and those of the micro-batches'

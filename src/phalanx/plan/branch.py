@@ -289,10 +289,12 @@ class Search:
         for start in range(0, len(pairs), PAIR_BLOCK):
             progress("layouts", start, len(pairs))
             block = pairs[start : start + PAIR_BLOCK]
-            seconds, fits = self.bounds.options(block, schedules, limit, found.cutoff)
-            near = available[option_of[block]] & (seconds <= found.cutoff)[..., None]
+            near = available[option_of[block]]
             if part.keep:
                 near &= part.keep(Rows(block.astype(np.int32)[:, None, None, None], *every))
+            kept = [one for one in np.flatnonzero(near.any(0).any(-1).any(0)).tolist() if one in schedules]
+            seconds, fits = self.bounds.options(block, kept, limit, found.cutoff)
+            near &= (seconds <= found.cutoff)[..., None]
             chosen = int(np.count_nonzero(near))
             near &= fits
             options = np.flatnonzero(near).astype(np.int32)
@@ -329,7 +331,7 @@ class Search:
             here = order[start : start + few]
             some = rows.select(here[seconds[here] <= found.cutoff])
             start, few = start + len(some), 2 * few
-            exact = self.bounds.exactly(some)
+            exact = self.bounds.seconds(some, runs=True)
             nearest = np.argsort(exact, kind="stable")
             for place, number in enumerate(nearest):
                 if exact[number] > found.cutoff:

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from phalanx.blocks.kinds import BlockKind, block_kinds
 from phalanx.config.layout import Layout
-from phalanx.cost.block_memory import BlockBytes
+from phalanx.cost.block_memory import KeptBytes
 from phalanx.cost.communication import group
 from phalanx.cost.held import Content, Flight, LayerKind, parameter_counts, shards_of, stages_of_case
 from phalanx.cost.prediction import step_parts
@@ -201,7 +201,7 @@ class PipelineRanks:
     def _block(self, step: StepParts, kind: BlockKind) -> BlockCosts:
         layout = self.spec.layout
         kinds = [LayerKind(kind, mode) for mode in self.modes]
-        parts = [BlockBytes(step, kind) for kind in kinds]
+        parts = [KeptBytes(step, kind) for kind in kinds]
         shards = shards_of(parameter_counts(self.spec.model, layout, [(kind, 1)], False, False), layout)
         state = step.state(shards)
         times = [rank_time(self._plain, Content(((kind, 1),), False, False)).total for kind in kinds]

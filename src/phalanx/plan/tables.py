@@ -2,8 +2,8 @@
 combination of degrees that it depends on, on first use.
 
 Computation and memory of one device depend on the inner degrees (tp, sp, cp, cp_ulysses, ep, etp) and the
-micro-batch; the state's collectives on the outer ones (tp, the ranks that shard, the replicas, ep, etp); the contents
-of the ranks on the pipeline.
+micro-batch; the state's collectives on the outer ones (tp, the ranks that shard, the replicas, and over how many of
+them ep spreads the experts); the contents of the ranks on the pipeline.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from phalanx.blocks.kinds import BlockKind, Half, block_kinds
 from phalanx.config.cluster import Cluster
 from phalanx.config.layout import Layout
 from phalanx.config.model import ModelConfig
-from phalanx.cost.block_memory import BlockBytes, StepSizes
+from phalanx.cost.block_memory import BlockBytes, KeptBytes, StepSizes
 from phalanx.cost.communication import PURPOSES, Collective, RankGroup, boundary_bytes, group, seconds, state_messages
 from phalanx.cost.held import (
     Content,
@@ -29,7 +29,6 @@ from phalanx.cost.held import (
     LayerKind,
     ParameterCounts,
     block_parameters,
-    content_of,
     gathered_outside,
     parameter_counts,
 )
@@ -39,6 +38,7 @@ from phalanx.cost.rank_time import around_time, half_times
 from phalanx.cost.spec import StepSpec
 from phalanx.cost.state_formulas import Shards
 from phalanx.cost.step_state import conversion_seconds, costs_of, groups, near_of, wire_widths
+from phalanx.hashed import Hashed, hashed_once
 from phalanx.partition.derived import Batch, is_file, schedule_of
 from phalanx.plan.space import RECOMPUTE, PlanRequest, Scheduled, Space
 from phalanx.schedule import catalogue
@@ -50,8 +50,9 @@ BANDWIDTH_BOUND_BYTES = 1e15
 """Bytes of a message whose latency is negligible."""
 
 
+@hashed_once
 @dataclass(frozen=True)
-class RankContents:
+class RankContents(Hashed):
     """The part of the model on some ranks of a pipeline: blocks of each kind, and the ends."""
 
     blocks: tuple[tuple[BlockKind, int], ...]
@@ -79,13 +80,13 @@ Cut = dict[RankContents, tuple[int, int]]
 
 @dataclass(frozen=True)
 class Pipelines:
-    """Pairs of a mesh and a micro-batch with the same pipeline, one per column."""
+    """Layouts with the same pipeline, one per column: pairs of a mesh and a micro-batch, with a recomputation."""
 
     tables: Tables
     pp: int
     scheduled: Scheduled
-    mode: int
-    """Number of the recomputation."""
+    modes: NDArray[Any]
+    """Numbers of the recomputations."""
     shares: list[RankContents]
     """The different contents of its ranks."""
     first: list[int]
@@ -141,8 +142,9 @@ class Tables:
             *(column(name) for name in ("tp", "sp", "cp", "cp_ulysses", "ep", "etp")), space.micro_batch
         )
         """The combinations of inner degrees, and by pair the number of its combination."""
+        ep_shard = column("ep") // np.where(column("etp") > 0, column("tp"), 1)
         self.outer, self.outer_of = distinct(
-            column("tp"), column("cp") * column("dp_shard"), column("dp_replicate"), column("ep"), column("etp")
+            column("tp"), column("cp") * column("dp_shard"), column("dp_replicate"), ep_shard
         )
         """The combinations of outer degrees, and by pair the number of its combination."""
         model = request.model
@@ -155,33 +157,29 @@ class Tables:
         and per byte, and the share of the bytes that a rank sends."""
         self._asked: dict[tuple[str, Hashable], Floats] = {}
         self._blocks: dict[BlockKind, Floats] = {}
-        self._activations: dict[BlockKind, Floats] = {}
+        self._activations: dict[BlockKind, tuple[Floats, NDArray[np.bool_]]] = {}
         self._work: dict[Hashable, Floats] = {}
         self._parts: dict[tuple[int, ...], tuple[list[StepSpec], NDArray[np.intp]]] = {}
         self._cuts: dict[tuple[int, int], Cut] = {}
 
-    def work(self, share: RankContents, mode: int, inner: NDArray[Any] | slice) -> Floats:
-        """Returns, for inner combinations, the seconds of a micro-batch that passes all stages of a rank, without
-        ZeRO-3: forward and backward on the device, forward and backward of the host, and those of weight gradients.
-        `mode` is the number of a recomputation."""
-        key = share.blocks, share.embedding, share.head, mode
+    def work(self, share: RankContents) -> Floats:
+        """Returns, by inner combination and recomputation, the seconds of a micro-batch that passes all stages of a
+        rank, without ZeRO-3: forward and backward on the device, forward and backward of the host, and those of weight
+        gradients."""
+        key = share.blocks, share.embedding, share.head
         if key not in self._work:
-            blocks = (number * self._block(kind)[:, mode] for kind, number in share.blocks)
-            self._work[key] = sum(blocks, self._around(share.embedding, share.head))
-        return self._work[key][inner]
-
-    def block(self, kind: BlockKind, mode: int, inner: NDArray[Any]) -> Floats:
-        """Returns the same seconds of one block."""
-        return self._block(kind)[inner, mode]
+            blocks = (number * self.block(kind) for kind, number in share.blocks)
+            self._work[key] = sum(blocks, self._around(share.embedding, share.head)[:, None])
+        return self._work[key]
 
     def _around(self, embedding: bool, head: bool) -> Floats:
-        """Returns the same seconds outside the blocks, by inner combination."""
+        """Returns the same seconds outside the blocks, with any recomputation."""
         content = Content((), embedding, head)
         ends = embedding, head
         return self._figures(("around", ends), (TP, SP, CP, MICRO), lambda spec: around_time(spec, content).passes)
 
-    def _block(self, kind: BlockKind) -> Floats:
-        """Returns the same seconds of one block, by inner combination and recomputation."""
+    def block(self, kind: BlockKind) -> Floats:
+        """Returns the same seconds of one block."""
         if kind not in self._blocks:
             on_feed_forward = (TP, SP, CP, EP, ETP, MICRO) if kind.routed else (TP, SP, CP, MICRO)
             attention = self._half(kind, "attention", (TP, SP, CP, ULYSSES, MICRO))
@@ -194,21 +192,27 @@ class Tables:
 
         return self._figures((half, kind), on, ask)
 
-    def activations(self, block: BlockKind, modes: int | slice, inner: NDArray[Any]) -> Floats:
+    def kept(self, block: BlockKind) -> Floats:
+        """Returns, by inner combination, the bytes that a block saves per micro-batch with full recomputation."""
+        full = LayerKind(block, "full")
+        found = self._figures(("kept", block), _of_sequences(block), lambda spec: KeptBytes(StepSizes(spec), full).kept)
+        return found * self.inner[:, MICRO]
+
+    def activations(self, block: BlockKind, modes: Any, inner: NDArray[Any]) -> Floats:
         """Returns bytes for recomputations, given by number, and inner combinations: those that a block saves per
-        micro-batch, those that its backward pass needs besides, messages in flight between stages, what a block saves
-        for its weight gradients alone, and what is there when its backward pass ends. All are of whole sequences."""
-
-        def ask(spec: StepSpec) -> list[tuple[float, ...]]:
-            step = StepSizes(spec)
-            found = [BlockBytes(step, LayerKind(block, mode)) for mode in RECOMPUTE]
-            return [(one.kept, sum(one.backward), step.under_way, one.deferred) for one in found]
-
+        micro-batch, those that its backward pass needs besides, messages in flight between stages, and what a block
+        saves for its weight gradients alone. All are of whole sequences; each combination is computed on first use."""
+        specs, which = self._specs(_of_sequences(block))
         if block not in self._activations:
-            on = (TP, SP, CP, ULYSSES, EP, ETP) if block.routed else (TP, SP, CP, ULYSSES)
-            of_sequence = self._figures(("activations", block), on, ask)
-            self._activations[block] = np.moveaxis(of_sequence * self.inner[:, MICRO, None, None], 1, 0).copy()
-        return self._activations[block][modes, inner]
+            self._activations[block] = np.empty((len(RECOMPUTE), len(which), 4)), np.zeros(len(which), bool)
+        found, known = self._activations[block]
+        for number in np.unique(which[inner[~known[inner]]]).tolist():
+            step, alike = StepSizes(specs[number]), np.flatnonzero(which == number)
+            sizes = [BlockBytes(step, LayerKind(block, mode)) for mode in RECOMPUTE]
+            each = np.array([(one.kept, sum(one.backward), step.under_way, one.deferred) for one in sizes])
+            found[:, alike] = each[:, None] * self.inner[alike, MICRO, None]
+            known[alike] = True
+        return found[modes, inner]
 
     def loss(self, inner: NDArray[Any]) -> Floats:
         """Returns, for inner combinations, the bytes of the logits and of the head's input."""
@@ -233,10 +237,6 @@ class Tables:
 
         return self._figures(("outside", (ends, tiled)), (TP,), ask)[inner]
 
-    def numbers(self, share: RankContents) -> Floats:
-        """Returns the parameters of a rank by inner combination, dense and of experts."""
-        return self._counts(share)[:, :2]
-
     def gathered(self, kind: BlockKind, inner: NDArray[Any], *, shared: bool, tiled: bool) -> Floats:
         """Returns what ZeRO-3 gathers of a block, by inner combination: the fields of GatheredParameters."""
 
@@ -245,12 +245,9 @@ class Tables:
 
         return self._figures(("gathered", (kind, shared, tiled)), (TP, EP, ETP), ask)[inner]
 
-    def trained(self, share: RankContents) -> Floats:
-        """Returns those of them that training changes."""
-        return self._counts(share)[:, 2:]
-
-    def _counts(self, share: RankContents) -> Floats:
-        """Returns the parameters of a rank, dense and of experts, then those that training changes."""
+    def counts(self, share: RankContents) -> Floats:
+        """Returns the parameters of a rank by inner combination, dense and of experts, then those that training
+        changes: the fields of ParameterCounts."""
 
         def ask(spec: StepSpec) -> ParameterCounts:
             return parameter_counts(spec.model, spec.layout, share.blocks, share.embedding, share.head)
@@ -313,11 +310,9 @@ class Tables:
         widths = wire_widths(base, request.framework, request.products, request.width, request.model)
 
         @cache
-        def messages(
-            tp: int, shard: int, replicate: int, ep: int = 1, etp: int = 0, *, experts: bool
-        ) -> tuple[Floats, Floats]:
+        def messages(tp: int, shard: int, replicate: int, ep: int = 1, *, experts: bool) -> tuple[Floats, Floats]:
             """Returns seconds per parameter and those of an empty message, of dense parameters or of experts."""
-            layout = Layout(tp=tp, dp_shard=shard, dp_replicate=replicate, ep=ep, etp=etp, hpz=base.hpz, sync=base.sync)
+            layout = Layout(tp=tp, dp_shard=shard, dp_replicate=replicate, ep=ep, hpz=base.hpz, sync=base.sync)
             among, (slopes, starts) = groups(layout, experts=experts), np.zeros((2, 3))
             ranks = among["shard"].ranks
             sizes = {name: width / ranks for name, width in widths.items()}
@@ -349,6 +344,11 @@ class Tables:
         return np.array(found)
 
 
+def _of_sequences(block: BlockKind) -> tuple[int, ...]:
+    """Returns the inner degrees on which the bytes of a block for one sequence depend."""
+    return (TP, SP, CP, ULYSSES, EP, ETP) if block.routed else (TP, SP, CP, ULYSSES)
+
+
 @lru_cache(1024)
 def every_block(model: ModelConfig) -> tuple[tuple[BlockKind, int], ...]:
     """Returns the kinds of blocks of a model with their numbers, that of the last block first."""
@@ -359,20 +359,20 @@ def every_block(model: ModelConfig) -> tuple[tuple[BlockKind, int], ...]:
 def _cut(model: ModelConfig, layout: Layout) -> Cut:
     if layout.pp == 1:
         return {RankContents(every_block(model), True, True, least=model.n_layers): (0, 1)}
-    cut, shares = stages(model, layout), []
+    cut, kinds, shares = stages(model, layout), block_kinds(model), list[RankContents]()
     # The stages of a rank do not depend on the number of micro-batches: the smallest legal one is built fastest.
     name, few = layout.schedule, range(1, 2 * layout.pp + 1)
     legal = few if is_file(name) else (m for m in few if not catalogue.problems(name, layout.pp, m, layout.pp_chunks))
     schedule = schedule_of(layout, next(iter(legal)))
     for rank in range(schedule.ranks):
         held = schedule.stages_on(rank)
-        content = content_of(StepSpec(model, Cluster(), layout, Batch(1, 1, 1, 1), stages=cut), cut, held)
+        blocks = Counter(kinds[layer] for stage in held for layer in cut[stage])
+        last = next(kinds[cut[stage][-1]] for stage in reversed(held) if cut[stage])
+        in_order = sorted(blocks.items(), key=lambda pair, last=last: (pair[0] != last, pair[0]))
         visits = sum(placement.count(rank) for placement in schedule.placements)
         part = visits / len(held) / len(schedule.placements)
         least = min(len(cut[stage]) for stage in held)
-        ends = [cut[stage][-1] for stage in held if cut[stage]]
-        blocks = tuple(sorted(content.of_kind.items(), key=lambda pair: pair[0] != block_kinds(model)[ends[-1]]))
-        shares.append(RankContents(blocks, content.embedding, content.head, part, least))
+        shares.append(RankContents(tuple(in_order), 0 in held, schedule.stages - 1 in held, part, least))
     return {share: (shares.index(share), shares.count(share)) for share in dict.fromkeys(shares)}
 
 

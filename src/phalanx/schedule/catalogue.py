@@ -296,7 +296,7 @@ def stages(name: str, ranks: int, chunks: int = 0) -> int:
     return ranks * chunks_of(name, chunks) // SCHEDULES[name].directions
 
 
-@lru_cache(32)
+@lru_cache(64)
 def build(name: str, ranks: int, micro_batches: int, chunks: int = 0, slices: int = 0, steps: int = 0) -> Schedule:
     """Builds a schedule for `micro_batches` micro-batches per step. For chunks, slices or steps 0 stands for the
     schedule's default. The latest are cached, because planner and simulator ask for the same ones repeatedly.

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from itertools import chain, product
 from typing import NamedTuple
 
 from phalanx.schedule.schedule import Action, Kind, Schedule, action_of
@@ -62,8 +63,8 @@ def _interleaved(rank: int, ranks: int, micro_batches: int, chunks: int) -> tupl
     # deadlock has none.
     groups = [range(first, first + ranks) for first in range(0, micro_batches, ranks)]
     stages = range(rank, ranks * chunks, ranks)
-    forward = [action_of(("F", stage, micro, 0)) for group in groups for stage in stages for micro in group]
-    backward = [action_of(("B", stage, micro, 0)) for group in groups for stage in reversed(stages) for micro in group]
+    forward = [*map(action_of, chain(*(product("F", stages, group, (0,)) for group in groups)))]
+    backward = [*map(action_of, chain(*(product("B", reversed(stages), group, (0,)) for group in groups)))]
     # The first group goes through all stages but the last; a rank further from the end has two more passes to do for
     # each rank in between: there and back.
     before = (chunks - 1) * ranks + 2 * (ranks - 1 - rank)

@@ -65,7 +65,7 @@ class Memory:
         """Returns the bytes of each part, at the moment when there is most of it."""
         step = StepParts(rank_spec(self.job, self.vocab_size, self.device.type))
         rank = RankParts(step, step.flights[self.pp_rank])
-        state = rank.state()
+        state = rank.state
         activations = rank.kept(rank.flight.most)[0] + rank.backward(gradients=True)[0]
         logits = rank.logits()[0] + rank.waiting_logits()
         parts = {
