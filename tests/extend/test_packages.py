@@ -119,6 +119,10 @@ def test_a_dispatcher_equals_one_process(phalanx, tmp_path):
     layout = "dp_shard=2,ep=2,dispatch=counted"
     done = json.loads(phalanx("verify", "model=tiny-moe", "--layouts", layout, "--steps", "1", "--json", more=(added,)))
     assert [(case["layout"], case["ok"]) for case in done["cases"]] == [(layout, True)]
+    words = ("predict", "model=tiny-moe", "vocab_size=65", *layout.split(","), "redundant_experts=1")
+    said = phalanx(*words, more=(added,), code=2, streams="err")
+    assert "dispatch counted is a package's own" in " ".join(said.split())
+    assert "nearest legal: dispatch=tokens, or redundant_experts=0" in " ".join(said.split())
 
 
 ADEMAMIX = ("small.yaml", "optimizer=ademamix", "optimizer.options=alpha=2,beta3=0.99", "pp=1", "schedule=1f1b")

@@ -78,7 +78,7 @@ DISPATCH = Technique(
         "dp_shard=4,ep=4,dispatch=tokens",
         "dp_shard=2,tp=2,ep=4,etp=1,sp=true,dispatch=tokens",
         "dp_shard=2,ep=2,ep_overlap=true,micro_batch=2",
-        "dp_shard=2,tp=2,sp=true,ep=4,etp=1,ep_overlap=true,micro_batch=2",
+        "dp_shard=2,tp=2,sp=true,ep=4,etp=1,ep_overlap=true,micro_batch=3",
         "dp_shard=2,tp=2,ep=2,pp=2,zero=2,schedule=zb_h1,accumulation=2,ep_overlap=true,micro_batch=2",
         "cp=2,ep=2,ep_overlap=true,micro_batch=3,dispatch=tokens,recompute=full",
         "dp_shard=2,pp=2,ep=2,zero=2,schedule=interleaved_1f1b,accumulation=2,ep_overlap=true,micro_batch=2",
@@ -100,7 +100,7 @@ def _redundancy_problems(job: Job) -> Iterator[Problem]:
     refused = {
         "layout.dispatch": (
             layout.dispatch not in ("rows", "tokens", "deepep"),
-            f"dispatch {layout.dispatch} is a package's own and sends to the owners of experts",
+            f"dispatch {layout.dispatch} is a package's own and sends to owners of experts only",
             "dispatch=tokens",
         ),
         "layout.ep_overlap": (layout.ep_overlap, "halves of the sequences would each send them", "ep_overlap=false"),
