@@ -38,7 +38,7 @@ MOST_LINES = {
     "comm": 2139,
     "config": 6662,
     "cost": 7316,
-    "data": 6793,
+    "data": 6822,
     "dryrun": 2705,
     "evaluate": 663,
     "exchange": 2621,
