@@ -43,7 +43,7 @@ MOST_LINES = {
     "evaluate": 663,
     "exchange": 2621,
     "foreign": 4274,
-    "generate": 1664,
+    "generate": 1679,
     "graph": 2141,
     "launch": 8272,
     "machine": 5371,

@@ -69,6 +69,18 @@ def test_an_imported_run_has_the_same_parameters(folder: Path, out: Path, files:
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
+def test_texts_end_with_the_tokens_that_the_folder_names(folder: Path, out: Path, name: str):
+    """Those of GLM, such as <|user|>, are no end-of-text tokens of others."""
+    write_folder(folder)
+    config = json.loads((folder / "config.json").read_text())
+    for ends in (7, [7, 9]):
+        (folder / name).write_text(json.dumps(config | {"eos_token_id": ends}))
+        import_folder([folder], out.with_name(f"ours{ends}"))
+        found = load_run(out.with_name(f"ours{ends}"), device="cpu").tokenizer.end_ids
+        assert found == (0, 7, 9)[: 2 + isinstance(ends, list)]
+
+
 def _numel(tensor: torch.Tensor) -> int:
     return tensor.numel()
 

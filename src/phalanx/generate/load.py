@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -11,7 +12,8 @@ from typing import Any
 import torch
 
 from phalanx.blocks.parameters import parameter_shapes
-from phalanx.bounded import field
+from phalanx.bounded import field, read_json
+from phalanx.check.start import KEPT
 from phalanx.checkpoint.inventory import check
 from phalanx.checkpoint.manifest import Box, Manifest, job_of
 from phalanx.checkpoint.shard_file import Reader
@@ -76,7 +78,21 @@ def load_run(path: Path, step: int = 0, device: str = "auto") -> LoadedRun:
     model = empty_model(manifest)
     target = choose(device, 0)
     fill(model, manifest, target)
-    return LoadedRun(Decoder.whole(model), Tokenizer.load(path))
+    return LoadedRun(Decoder.whole(model), tokenizer_of(path))
+
+
+def tokenizer_of(run: Path) -> Tokenizer:
+    """Returns the tokenizer of a run. The tokens that an imported model ends with (eos_token_id) end its texts, too.
+    Raises DataError if there is no tokenizer."""
+    tokenizer = Tokenizer.load(run)
+    for name in ("generation_config.json", "config.json"):  # as in transformers, the first states them for the second
+        with suppress(OSError, ValueError, AttributeError):
+            found = read_json(run / KEPT / name).get("eos_token_id")
+            listed = [each for each in (found if isinstance(found, list) else [found]) if isinstance(each, int)]
+            tokenizer.end_ids = tuple(dict.fromkeys((*tokenizer.end_ids, *listed)))
+            if listed:
+                break
+    return tokenizer
 
 
 def in_chat(loaded: LoadedRun, path: Path) -> LoadedRun:

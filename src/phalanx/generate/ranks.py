@@ -21,9 +21,8 @@ from phalanx.checkpoint.manifest import job_of
 from phalanx.comm.agree import broadcast_json
 from phalanx.config.job import RunOptions
 from phalanx.config.layout import Layout
-from phalanx.data.tokenizer import Tokenizer
 from phalanx.generate.decoder import STOP, Decoder, follow
-from phalanx.generate.load import LoadedRun, empty_model, fill, find_on_ranks
+from phalanx.generate.load import LoadedRun, empty_model, fill, find_on_ranks, tokenizer_of
 from phalanx.launch.process_group import process_group
 from phalanx.launch.ranks import Ranks
 from phalanx.parallel import mesh as meshes
@@ -50,7 +49,7 @@ def joined(
             yield None
             return
         try:
-            yield LoadedRun(replace(part, leads=True), Tokenizer.load(run))
+            yield LoadedRun(replace(part, leads=True), tokenizer_of(run))
         finally:
             broadcast_json(STOP)
 
