@@ -54,7 +54,7 @@ class LoadedRun:
         """Returns a prompt's tokens. Raises JobError if it is empty, or if the chat template refuses it."""
         try:
             message = {"role": "user", "content": prompt}
-            ids = self.tokenizer.encode(prompt).tolist() if self.chat is None else self.chat([message])
+            ids = self.tokenizer.prompt(prompt) if self.chat is None else self.chat([message])
         except ValueError as error:
             raise JobError(f"the chat template: {error}") from error
         if not (prompt and ids):
@@ -66,7 +66,7 @@ class LoadedRun:
         an empty prompt and invalid options."""
         request = GenerationRequest(self.encode(prompt), Sampling(**options), ends=self.tokenizer.end_ids)
         Engine(self.decoder).run([request])
-        return self.tokenizer.decode(request.tokens)
+        return self.tokenizer.shown(request.tokens)
 
 
 def load_run(path: Path, step: int = 0, device: str = "auto") -> LoadedRun:
@@ -74,17 +74,20 @@ def load_run(path: Path, step: int = 0, device: str = "auto") -> LoadedRun:
 
     Raises CheckpointError if there is no run, no such checkpoint, or a damaged one.
     """
-    manifest = RunDirectory(path).checkpoint(step)
+    manifest = find(path, step)
     model = empty_model(manifest)
     target = choose(device, 0)
     fill(model, manifest, target)
-    return LoadedRun(Decoder.whole(model), tokenizer_of(path))
+    return LoadedRun(Decoder.whole(model), tokenizer_of(path, manifest))
 
 
-def tokenizer_of(run: Path) -> Tokenizer:
-    """Returns the tokenizer of a run. The tokens that an imported model ends with (eos_token_id) end its texts, too.
-    Raises DataError if there is no tokenizer."""
+def tokenizer_of(run: Path, manifest: Manifest) -> Tokenizer:
+    """Returns the tokenizer of a run's checkpoint. Of an imported model, prompts begin as its tokenizer begins texts
+    (`<s>`), and texts also end with the tokens that its settings name (eos_token_id); after training here only the
+    latter. Raises DataError if there is no tokenizer."""
     tokenizer = Tokenizer.load(run)
+    if "imported" in manifest.meta:
+        tokenizer.begin_ids = tokenizer.first_ids()
     for name in ("generation_config.json", "config.json"):  # as in transformers, the first states them for the second
         with suppress(OSError, ValueError, AttributeError):
             found = read_json(run / KEPT / name).get("eos_token_id")
@@ -103,9 +106,14 @@ def in_chat(loaded: LoadedRun, path: Path) -> LoadedRun:
     return replace(loaded, chat=chat)
 
 
+def find(path: Path, step: int = 0) -> Manifest:
+    """Returns a run's checkpoint of `step` (0: the newest whole one). Raises CheckpointError as `load_run` does."""
+    return RunDirectory(path).checkpoint(step)
+
+
 def find_on_ranks(path: Path, step: int = 0) -> Manifest:
-    """Returns `RunDirectory.checkpoint` on every rank of a process group, which verifies it on rank 0."""
-    return check(Path(on_rank_zero(lambda: str(RunDirectory(path).checkpoint(step).path))), verify=False)
+    """Returns what `find` does on every rank of a process group; rank 0 verifies it."""
+    return check(Path(on_rank_zero(lambda: str(find(path, step).path))), verify=False)
 
 
 def empty_model(manifest: Manifest) -> Transformer:
@@ -198,7 +206,7 @@ class TextBatch:
             title = f"--- prompt {number // self._samples + 1}" + (
                 f", sample {sample + 1}" if self._samples > 1 else ""
             )
-            found.append((f"{title}\n" if len(self) > 1 else "") + self._loaded.tokenizer.decode(prompt))
+            found.append((f"{title}\n" if len(self) > 1 else "") + self._loaded.tokenizer.shown(prompt))
         return found
 
     def run(self, engine: Engine, output: OrderedOutput | None, assisted: bool = True, **options: Any) -> None:
@@ -230,7 +238,7 @@ class TextBatch:
 
     def results(self) -> list[dict[str, Any]]:
         """Returns prompt, text, number of new tokens and reason of the end of each text."""
-        decode = self._loaded.tokenizer.decode
+        decode = self._loaded.tokenizer.shown
         return [
             {
                 "prompt": decode(prompt),
