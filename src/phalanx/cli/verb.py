@@ -406,6 +406,10 @@ class Verb:
         try:
             given = load_words(line, opens=self._opens)
         except JobError:
+            from phalanx.foreign.read import recognised
+
+            if theirs is None and (files := [*filter(None, map(recognised, line.files))]):
+                raise JobError(files) from None
             if not (swept := words.options.get("sweep")) or line.problems:
                 raise
             from phalanx.cli import sweep
