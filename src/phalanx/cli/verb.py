@@ -346,7 +346,8 @@ class Verb:
         """Returns the words after the verb and every problem of them. Raises JobError if they name no command."""
         name, words = WHOLE, list(argv)
         if WHOLE not in self.commands:
-            name, *words = argv or [self.default or ""]
+            by_default = not argv or (self.default and argv[0].startswith("-"))
+            name, *words = [self.default or "", *argv] if by_default else argv
         if name not in self.commands:
             meant = nearest(name, self.commands)
             there_are = f"there are: {', '.join(self.commands)}"
