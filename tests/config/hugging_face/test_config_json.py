@@ -426,3 +426,9 @@ def test_a_resolved_job_does_not_read_the_file_again(tmp_path):
     (tmp_path / "config.json").unlink()
     (tmp_path / "job.yaml").write_text(as_yaml(loaded))
     assert load_file(tmp_path / "job.yaml").job == loaded.job
+
+
+def test_initial_weights_are_as_the_file_says():
+    assert config_json.read(LLAMA_3_1_8B | {"initializer_range": 0.006}).model.init_std == 0.006
+    with pytest.raises(JobError, match="initializer_range is -1, expected at least 0"):
+        config_json.read(LLAMA_3_1_8B | {"initializer_range": -1})

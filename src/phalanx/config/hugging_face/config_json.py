@@ -242,6 +242,9 @@ def _read(values: Mapping[str, Any]) -> HuggingFaceModel:
     ours: Fields = dict(family.kind)
     for term in family.terms:
         term.read(source, ours)
+    ours["init_std"] = source.take("initializer_range", float, ModelConfig.init_std)
+    if ours["init_std"] < 0:
+        source.problem("initializer_range", f"is {ours['init_std']:g}, expected at least 0")
     if rewards:
         ours |= {"reward": True, "tied": False}
     model = _model(ours)
