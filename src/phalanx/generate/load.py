@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -19,8 +20,8 @@ from phalanx.checkpoint.manifest import Box, Manifest, job_of
 from phalanx.checkpoint.shard_file import Reader
 from phalanx.comm.agree import on_rank_zero
 from phalanx.data.template import ChatPrompts
-from phalanx.data.tokenizer import LARGEST_VOCABULARY, Tokenizer
-from phalanx.errors import CheckpointError, JobError, PhalanxError
+from phalanx.data.tokenizer import FILE, LARGEST_VOCABULARY, Tokenizer
+from phalanx.errors import CheckpointError, JobError, NotFoundError, PhalanxError
 from phalanx.generate.decoder import Decoder
 from phalanx.generate.engine import (
     Engine,
@@ -84,7 +85,9 @@ def load_run(path: Path, step: int = 0, device: str = "auto") -> LoadedRun:
 def tokenizer_of(run: Path, manifest: Manifest) -> Tokenizer:
     """Returns the tokenizer of a run's checkpoint. Of an imported model, prompts begin as its tokenizer begins texts
     (`<s>`), and texts also end with the tokens that its settings name (eos_token_id); after training here only the
-    latter. Raises DataError if there is no tokenizer."""
+    latter. Raises NotFoundError if there is no tokenizer."""
+    if not os.path.isfile(run / FILE):
+        raise NotFoundError(f"{run} has no {FILE}: put that of its model there")
     tokenizer = Tokenizer.load(run)
     if "imported" in manifest.meta:
         tokenizer.begin_ids = tokenizer.first_ids()
