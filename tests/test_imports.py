@@ -38,7 +38,7 @@ MOST_LINES = {
     "comm": 2139,
     "config": 6729,
     "cost": 7316,
-    "data": 6864,
+    "data": 6868,
     "dryrun": 2705,
     "evaluate": 663,
     "exchange": 2621,

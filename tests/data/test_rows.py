@@ -154,6 +154,8 @@ def test_a_folder_is_read_in_the_order_of_its_names(tmp_path: Path) -> None:
         ("train.jsonl", "test.jsonl"),
         ("data/train-00000-of-00001.jsonl", "data/validation-00000-of-00001.jsonl"),
         ("train/a.jsonl.gz", "dev/a.jsonl"),
+        ("my_train.jsonl", "my_test.jsonl"),
+        ("data/en.train.0.jsonl", "data/en.dev.1.jsonl"),
     ],
     ids=str,
 )
@@ -172,7 +174,8 @@ def test_the_splits_of_a_data_set_are_not_trained_on_together(
     named = re.findall(r"data\.path=([^,]*)", str(caught.value))[-1]
     assert Path(named).exists()
     (tmp_path / names[1]).unlink()
-    assert len(files(data)) == 2
+    (tmp_path / "unit_test.jsonl").write_text("{}\n")
+    assert len(files(data)) == 3
 
 
 @pytest.mark.parametrize(
