@@ -36,7 +36,7 @@ MOST_LINES = {
     "checkpoint": 4161,
     "cli": 7678,
     "comm": 2139,
-    "config": 6729,
+    "config": 6733,
     "cost": 7316,
     "data": 6868,
     "dryrun": 2705,

@@ -467,6 +467,7 @@ _HARMLESS = """
 architectures auto_map dtype torch_dtype transformers_version _name_or_path name_or_path _attn_implementation_autoset
 _attn_implementation attn_implementation use_cache cache_implementation model_type bos_token_id eos_token_id
 pad_token_id sep_token_id unk_token_id decoder_start_token_id attention_dropout hidden_dropout classifier_dropout
+attention_probs_dropout_prob hidden_dropout_prob _num_labels
 initializer_range pretraining_tp output_attentions output_hidden_states output_router_logits return_dict
 return_dict_in_generate chunk_size_feed_forward problem_type finetuning_task id2label label2id num_labels
 task_specific_params is_decoder is_encoder_decoder gradient_checkpointing ignore_index tokenizer_class prefix
@@ -481,6 +482,9 @@ OWN_VALUES: Mapping[str, Callable[[ModelConfig], Any]] = {
     **dict.fromkeys(("use_bias", "attention_bias", "mlp_bias"), lambda model: model.bias),
     **dict.fromkeys(("qkv_bias", "use_qkv_bias"), lambda model: model.bias or model.qkv_bias),
     **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), lambda model: model.moe.n_experts),
+    "shared_expert_intermediate_size": lambda model: model.moe.n_shared * model.expert_ff_size,
+    "lm_head_bias": lambda model: False,
+    **dict.fromkeys(("full_attn_mod", "interpolate_factor"), lambda model: 1),  # Phi-4's own program
     "use_sliding_window": lambda model: model.window > 0,
     "layer_types": layer_types,
     "use_parallel_residual": lambda model: model.parallel_block,
