@@ -158,7 +158,11 @@ def test_a_layout_that_does_not_fit_has_no_speed_ratio(script, capsys):
 @pytest.mark.parametrize(
     ("name", "text", "said"),
     [
-        ("train.sh", SCRIPT, "is a configuration of Megatron-LM, not a job file; phalanx predict, plan and verify read"),
+        (
+            "train.sh",
+            SCRIPT,
+            "is a configuration of Megatron-LM, not a job file; phalanx predict, plan and verify read",
+        ),
         ("t.toml", "[model]\nname = 'llama3'\n[training]\n[parallelism]\n", "is a configuration of torchtitan"),
         ("ds.json", '{"zero_optimization": {"stage": 3}}', "is a configuration of DeepSpeed"),
         ("a.yaml", "distributed_type: FSDP", "is a configuration of accelerate"),
