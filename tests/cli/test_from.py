@@ -153,3 +153,26 @@ def test_a_layout_that_does_not_fit_has_no_speed_ratio(script, capsys):
     assert ": does not fit" in beside
     assert "per step, theirs does not fit" in beside
     assert "× as fast" not in beside
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "said"),
+    [
+        (
+            "train.sh",
+            SCRIPT,
+            "is a configuration of Megatron-LM, not a job file; phalanx predict, plan and verify read",
+        ),
+        ("t.toml", "[model]\nname = 'llama3'\n[training]\n[parallelism]\n", "is a configuration of torchtitan"),
+        ("ds.json", '{"zero_optimization": {"stage": 3}}', "is a configuration of DeepSpeed"),
+        ("a.yaml", "distributed_type: FSDP", "is a configuration of accelerate"),
+        ("config.json", '{"model_type": "llama", "hidden_size": 8}', "not a run; take it as model=hf:config.json"),
+        ("job.yaml", "train: {micro_batch_size: 4}\nmodel: {n_layers: 2}", "did you mean layout.micro_batch?"),
+        ("nanotron.yaml", "model: {}\noptimizer: {}\nparallelism: {pp: 1}\ntokens: {micro_batch_size: 2}", "unknown"),
+    ],
+)
+def test_a_file_of_another_program_is_no_job(tmp_path, monkeypatch, name, text, said, capsys):
+    monkeypatch.chdir(tmp_path)
+    Path(name).write_text(text)
+    assert main(["train", name]) == 2
+    assert said in " ".join(capsys.readouterr().err.split())

@@ -509,3 +509,8 @@ def test_a_mistyped_name_gets_a_near_one() -> None:
         run(["examples", "mian"])
     with pytest.raises(JobError, match="did you mean"):
         run(["docs", "tutorial/first-run"])
+
+
+def test_a_command_by_default_takes_options(capsys):
+    assert main(["extensions", "--json"]) == 0
+    json.loads(capsys.readouterr().out)

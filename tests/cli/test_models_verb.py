@@ -39,7 +39,10 @@ def names(text: str) -> list[str]:
 
 def test_a_shape_that_is_no_model_is_refused(tmp_path, capsys):
     sizes = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 8, "vocab_size": 9}
-    cases = {"num_key_value_heads": (3, "nearest n_kv_heads: 1, 2, 4"), "num_hidden_layers": (0, "at least 1, is 0")}
+    cases = {
+        "num_key_value_heads": (3, "nearest n_kv_heads: 1, 2, 4"),
+        "num_hidden_layers": (0, "is 0, expected at most 10,000 and at least 1"),
+    }
     for name, (value, said) in cases.items():
         config = {"model_type": "llama", "num_hidden_layers": 1, **sizes, name: value}
         (tmp_path / "config.json").write_text(json.dumps(config))

@@ -46,7 +46,7 @@ def read(path: Path, **settings: object) -> list[Segment]:
 def test_a_folder_is_read_in_order_with_separators_between_documents(tmp_path: Path) -> None:
     (tmp_path / "b").mkdir()
     (tmp_path / "b" / "z.md").write_text("second")
-    (tmp_path / "a.txt").write_text("first\r\n")
+    (tmp_path / "a.txt").write_text("\ufefffirst\r\n")
     (tmp_path / "b.jsonl").write_text('{"text": "third"}\n\n{"text": ""}\n{"text": "fourth é"}\n')
     (tmp_path / "empty.txt").write_text("")
     (tmp_path / "picture.png").write_bytes(b"\xff")

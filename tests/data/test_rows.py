@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import re
 from dataclasses import replace
@@ -45,6 +46,29 @@ ANSWER = {"role": "assistant", "content": "4"}
 def written(path: Path, *rows: object) -> Data:
     path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
     return Data(corpus="chat", path=str(path), template="alpaca", dir=str(path.parent / "out"))
+
+
+def test_blank_lines_before_the_only_row_are_no_object_over_several_lines(tmp_path: Path):
+    data = written(tmp_path / "rows.jsonl", "", " ", {"messages": [ASKED, ANSWER]})
+    assert [row.problem for row in chat_rows(row_files(data), data)] == [""]
+
+
+@pytest.mark.skipif(not importlib.util.find_spec("pyarrow"), reason="pyarrow is not installed")
+def test_fields_that_a_table_adds_to_objects_are_no_part_of_calls(tmp_path: Path):
+    import pyarrow
+    from pyarrow import parquet
+
+    def row(name: str, **arguments: object) -> dict[str, Any]:
+        call = {"type": "function", "function": {"name": name, "arguments": arguments}}
+        tool = {"function": {"name": name, "parameters": {key: {"type": "string"} for key in arguments}}}
+        return {"messages": [ASKED, ANSWER | {"tool_calls": [call]}], "tools": [tool]}
+
+    rows = [row("weather", city="Paris"), row("add", n=3)]
+    parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "rows.parquet")
+    data = Data(corpus="chat", path=str(tmp_path / "rows.parquet"))
+    found = [*chat_rows(row_files(data), data)]
+    assert [row.conversations[0][1]["tool_calls"] for row in found] == [r["messages"][1]["tool_calls"] for r in rows]
+    assert [[*row.tools] for row in found] == [row["tools"] for row in rows]
 
 
 @pytest.mark.parametrize(
@@ -130,6 +154,8 @@ def test_a_folder_is_read_in_the_order_of_its_names(tmp_path: Path) -> None:
         ("train.jsonl", "test.jsonl"),
         ("data/train-00000-of-00001.jsonl", "data/validation-00000-of-00001.jsonl"),
         ("train/a.jsonl.gz", "dev/a.jsonl"),
+        ("my_train.jsonl", "my_test.jsonl"),
+        ("data/en.train.0.jsonl", "data/en.dev.1.jsonl"),
     ],
     ids=str,
 )
@@ -148,7 +174,8 @@ def test_the_splits_of_a_data_set_are_not_trained_on_together(
     named = re.findall(r"data\.path=([^,]*)", str(caught.value))[-1]
     assert Path(named).exists()
     (tmp_path / names[1]).unlink()
-    assert len(files(data)) == 2
+    (tmp_path / "unit_test.jsonl").write_text("{}\n")
+    assert len(files(data)) == 3
 
 
 @pytest.mark.parametrize(

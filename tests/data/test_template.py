@@ -75,6 +75,24 @@ def tokenizer(tmp_path_factory) -> Path:
     return folder
 
 
+@pytest.mark.parametrize(
+    ("where", "config", "named"),
+    [
+        ("", {}, "<s>"),
+        ("hugging_face", {}, "<s>"),
+        ("", {"bos_token": ""}, ""),
+        ("", {"added_tokens_decoder": {}}, ""),  # as in transformers
+    ],
+)
+def test_special_tokens_that_stand_in_a_file_of_their_own(tmp_path: Path, where: str, config: dict, named: str) -> None:
+    (tmp_path / where).mkdir(exist_ok=True)
+    (tmp_path / where / "special_tokens_map.json").write_text(json.dumps({"bos_token": {"content": "<s>"}}))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config | {"chat_template": "{{ bos_token }}"}))
+    template = own_template(tmp_path)
+    assert template
+    assert template.variables["bos_token"] == named
+
+
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_texts_tokens_and_answers_are_those_of_transformers(tokenizer: Path, name: str) -> None:
     transformers = pytest.importorskip("transformers")

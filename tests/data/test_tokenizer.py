@@ -251,6 +251,31 @@ def test_a_model_of_sentencepiece_gives_its_ids(tmp_path: Path) -> None:
     assert (tokenizer.vocab_size, tokenizer.separator) == (len(PIECES), (2,))
 
 
+@pytest.mark.parametrize("name", ["added_tokens.json", "tokenizer_config.json"])
+def test_tokens_added_beside_a_model_of_sentencepiece_are_read(tmp_path: Path, name: str) -> None:
+    def write(number: int) -> None:
+        added = {"</s>": 2, "<|im_start|>": len(PIECES), "<|im_end|>": number}
+        tokens = {str(number): {"content": text, "rstrip": text == "</s>"} for text, number in added.items()}
+        content = added if name == "added_tokens.json" else {"added_tokens_decoder": tokens}
+        (tmp_path / name).write_text(json.dumps(content))
+
+    (tmp_path / "tokenizer.model").write_bytes(sentencepiece(**LLAMA))
+    write(len(PIECES) + 1)
+    tokenizer = Tokenizer.load(tmp_path)
+    assert tokenizer.vocab_size == len(PIECES) + 2
+    [(ids, _)] = tokenizer.encode_marked([[("<|im_start|>the<|im_end|></s> ", True)]])
+    rstrip = name == "tokenizer_config.json"
+    middle = pieces_of("the"), pieces_of(" ") * (not rstrip)
+    assert ids.tolist() == [len(PIECES), *middle[0], len(PIECES) + 1, 2, *middle[1]]
+    assert tokenizer.encode("the cat").tolist() == pieces_of("the cat")
+    write(len(PIECES) + 5)
+    with pytest.raises(DataError, match=rf"{name}: the token '<.im_end.>' has the id 2\d\d, and with tokenizer.model"):
+        Tokenizer.load(tmp_path)
+    (tmp_path / name).write_text("[1]")
+    with pytest.raises(DataError, match=f"{name}: no tokens added to those of tokenizer.model"):
+        Tokenizer.load(tmp_path)
+
+
 @pytest.mark.parametrize("name", ["identity", "nmt_nfkc"])
 def test_unigram_gives_the_ids_of_sentencepiece(tmp_path: Path, name: str) -> None:
     """Recorded with sentencepiece 0.2.3, which trained both models on texts of docs/: byte_fallback without

@@ -20,11 +20,12 @@ from phalanx.checkpoint.inventory import damage
 from phalanx.checkpoint.manifest import job_of
 from phalanx.checkpoint.shard_file import Reader
 from phalanx.cli.main import main
+from phalanx.data.tokenizer import Tokenizer
 from phalanx.errors import CheckpointError, DataError, JobError, PhalanxError, RunError
 from phalanx.exchange import folder as hub
 from phalanx.exchange import import_run
 from phalanx.exchange.import_run import import_folder
-from phalanx.generate.load import load_run
+from phalanx.generate.load import load_run, tokenizer_of
 from phalanx.train.run_directory import RunDirectory
 
 # Imports of Hugging Face folders: the parameters bit for bit, and one message for everything that does not fit.
@@ -67,6 +68,41 @@ def test_an_imported_run_has_the_same_parameters(folder: Path, out: Path, files:
     assert sorted(path.name for path in out.iterdir()) == [
         "checkpoints", "config.yaml", "hugging_face", "latest", "tokenizer.json",
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
+def test_texts_end_with_the_tokens_that_the_folder_names(folder: Path, out: Path, name: str):
+    """Those of GLM, such as <|user|>, are no end-of-text tokens of others."""
+    write_folder(folder)
+    config = json.loads((folder / "config.json").read_text())
+    for ends in (7, [7, 9]):
+        (folder / name).write_text(json.dumps(config | {"eos_token_id": ends}))
+        import_folder([folder], out.with_name(f"ours{ends}"))
+        found = load_run(out.with_name(f"ours{ends}"), device="cpu").tokenizer.end_ids
+        assert found == (0, 7, 9)[: 2 + isinstance(ends, list)]
+
+
+def test_prompts_begin_as_the_tokenizer_begins_texts(folder: Path, out: Path):
+    """As in transformers and vLLM. What was trained here has learned no such beginning."""
+    write_folder(folder)
+    stored = json.loads((folder / "tokenizer.json").read_text())
+    text = [{"Sequence": {"id": "A", "type_id": 0}}]
+    begin = {"id": "<|endoftext|>", "ids": [0], "tokens": ["<|endoftext|>"]}
+    stored["post_processor"] = {
+        "type": "TemplateProcessing",
+        "single": [{"SpecialToken": {"id": begin["id"], "type_id": 0}}, *text],
+        "pair": [*text, *text],
+        "special_tokens": {begin["id"]: begin},
+    }
+    (folder / "tokenizer.json").write_text(json.dumps(stored))
+    import_folder([folder], out)
+    loaded = load_run(out, device="cpu")
+    plain = Tokenizer.load(out).encode("hello").tolist()
+    assert loaded.encode("hello") == [0, *plain]
+    assert loaded.text("hello", max_new_tokens=1).startswith("hello")
+    with pytest.raises(JobError, match="the prompt is empty"):
+        loaded.encode("")
+    assert tokenizer_of(out, replace(RunDirectory(out).checkpoint(), meta={})).prompt("hello") == plain
 
 
 def _numel(tensor: torch.Tensor) -> int:

@@ -10,7 +10,7 @@ from phalanx.data.template import own_template
 from phalanx.data.tokenizer import Tokenizer
 from phalanx.exchange.gguf import import_gguf
 from phalanx.generate.engine import Engine, GenerationRequest
-from phalanx.generate.load import load_run
+from phalanx.generate.load import find_on_ranks, load_run
 from phalanx.generate.ranks import load_part
 from phalanx.generate.sampling import Sampling
 
@@ -29,7 +29,7 @@ def file() -> Path:
 
 def all_logits(ranks, run, tokens, tp, pp):
     """Returns the logits after every token but the first, on rank 0."""
-    part = load_part(run, 0, torch.device("cpu"), tp, pp)
+    part = load_part(find_on_ranks(run, 0), torch.device("cpu"), tp, pp)
     part.prefill("text", tokens[:1], 1, True)
     return part.step("text", [tokens[1:]])
 

@@ -4,6 +4,7 @@ exchange. A parameter of ours is a linear function of theirs, which takes gradie
 from __future__ import annotations
 
 from collections.abc import Mapping
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from math import log
 from typing import Any
@@ -28,13 +29,13 @@ class Counterpart:
     extra: dict[str, Any] = field(default_factory=dict)
     """Fields of their configuration beyond those of ours."""
 
-    def build(self, model: ModelConfig, device: str = "cpu") -> nn.Module:
-        """Returns transformers' model of our shape, with eager attention, without an auxiliary loss. Its weights are
-        whatever memory held: a test draws them."""
+    def build(self, model: ModelConfig, device: str = "cpu", values: Mapping[str, Any] | None = None) -> nn.Module:
+        """Returns transformers' model of our shape, or of the `values` of a config.json, with eager attention, without
+        an auxiliary loss. Its weights are whatever memory held: a test draws them."""
         from transformers import AutoConfig, AutoModelForCausalLM
         from transformers.initialization import no_init_weights
 
-        values = config_json.write(model, self.model_type)[1] | self.extra
+        values = deepcopy(dict(values or config_json.write(model, self.model_type)[1])) | self.extra
         tokens = dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"))
         config = AutoConfig.for_model(**values, **tokens, use_cache=False)
         config._experts_implementation = "eager"
@@ -45,10 +46,10 @@ class Counterpart:
         built.tie_weights()
         return built.eval()  # GPT-2 has dropout
 
-    def in_float64(self, model: ModelConfig) -> nn.Module:
+    def in_float64(self, model: ModelConfig, values: Mapping[str, Any] | None = None) -> nn.Module:
         """Returns the same, whose parameters and constants are float64."""
         with InFloat64():
-            return self.build(model).double()
+            return self.build(model, values=values).double()
 
     def stored(self, theirs: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Returns tensors of their model by the names and shapes that they have in files."""

@@ -207,9 +207,118 @@ def test_a_field_is_computed_by_transformers_or_refused_by_name(name: str) -> No
     assert equal > (30 if WHOLE else 15)
 
 
-def compare(counterpart: Any, model: ModelConfig, what: str) -> None:
-    """Compares the logits of both implementations with the same random weights."""
-    theirs = counterpart.in_float64(model)
+ROPE = {"rope_theta": 500.0}
+YARN = ROPE | {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8}
+ROPES: tuple[dict[str, Any], ...] = (
+    {},
+    ROPE,
+    ROPE | {"factor": 2.0},
+    ROPE | {"rope_type": "default", "factor": 2.0},
+    ROPE | {"rope_type": "default", "partial_rotary_factor": 0.5},
+    ROPE | {"rope_type": "linear", "factor": 2.0},
+    ROPE | {"type": "linear", "factor": 2.0},
+    ROPE | {"rope_type": "dynamic", "factor": 2.0},
+    YARN,
+    YARN | {"factor": 1.0},
+    YARN | {"factor": 1.0, "attention_factor": 1.5},
+    YARN | {"attention_factor": 0.7},
+    YARN | {"mscale": 1.0, "mscale_all_dim": 0.5},
+    YARN | {"mscale_all_dim": 0.7},
+    YARN | {"beta_fast": 0, "beta_slow": 0},
+    YARN | {"partial_rotary_factor": 0.5},
+)
+ROPE_NAMES = ("rope_parameters", "rope_scaling", "rope_theta", "rotary_emb_base", "rotary_pct", "partial_rotary_factor")
+ELSEWHERE: dict[str, Any] = {
+    "rotary_emb_base": 77,
+    "rotary_pct": 0.5,
+    "partial_rotary_factor": 0.5,
+    "rotary_dim": 4,
+    "attention_bias": True,
+    "mlp_bias": True,
+    "use_sliding_window": True,
+    "sliding_window": 3,
+    "head_dim": 8,
+    "sliding_window_pattern": 2,
+    "max_window_layers": 1,
+    "attn_logit_softcapping": 2.0,
+    "use_qk_norm": True,
+    "final_logit_softcapping": 2.0,
+    "logits_scaling": 3.0,
+    "attention_multiplier": 0.3,
+    "rope_interleaved": True,
+    "hidden_act": "gelu",
+    "hidden_activation": "silu",
+    "layer_norm_eps": 1e-2,
+    "rms_norm_eps": 1e-2,
+    "num_experts": 4,
+    "num_experts_per_tok": 1,
+    "norm_topk_prob": False,
+    "mlp_layer_types": ["sparse"],
+    "tie_word_embeddings": True,
+    "num_nextn_predict_layers": 1,
+    "is_causal": False,
+    "pretraining_tp": 2,
+}
+"""Fields that other kinds read."""
+TEXTS = ("relu", "gelu", "silu", "gelu_new", "gelu_pytorch_tanh")
+
+
+def edited(values: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yields a config.json with an odd value in one field, with a field of other kinds, and with other positions."""
+    for name, value in values.items():
+        others: list[Any] = [None]
+        if isinstance(value, bool):
+            others.append(not value)
+        elif isinstance(value, int | float):
+            others += [0 * value, 2 * value]
+        elif isinstance(value, list):
+            others += [[], value[::-1]]
+        elif isinstance(value, str):
+            others += TEXTS
+        if name not in ("architectures", "model_type"):
+            yield from ((f"{name} {other}", {**values, name: other}) for other in others if other != value)
+    yield from ((f"{name} {value}", {**values, name: value}) for name, value in ELSEWHERE.items() if name not in values)
+    yield "no layer_types", {name: value for name, value in values.items() if name != "layer_types"}
+    plain = {name: value for name, value in values.items() if name not in ROPE_NAMES}
+    for rope in ROPES:
+        older = {name: value for name, value in rope.items() if name != "rope_theta"}
+        yield f"rope_parameters {rope}", {**plain, "rope_parameters": rope}
+        yield f"rope_scaling {older}", {**plain, "rope_theta": 777.0, "rope_scaling": older}
+        yield f"both {older}", {**values, "rope_scaling": older}
+
+
+@pytest.mark.timeout(1200 if WHOLE else 240)
+@pytest.mark.parametrize("name", COUNTERPARTS)
+def test_a_file_that_is_read_is_what_transformers_computes(name: str) -> None:
+    """Or it is refused. Every fifth change, in each family others; all of them with `make test-families`."""
+    counterpart, turn, equal = COUNTERPARTS[name], [*COUNTERPARTS].index(name), 0
+    values = config_json.write(small_model(PRESETS[name], counterpart.small), counterpart.model_type)[1]
+    for number, (what, other) in enumerate(edited(json.loads(json.dumps(values)))):
+        if not WHOLE and (number + turn) % 5:
+            continue
+        try:
+            model = config_json.read(json.loads(json.dumps(other))).model
+        except JobError:
+            continue
+        if not problems_of(Job(model=model)):
+            equal += compare(counterpart, model, what, other)
+    assert equal > (20 if WHOLE else 0)
+
+
+def compare(counterpart: Any, model: ModelConfig, what: str, values: dict[str, Any] | None = None) -> bool:
+    """Compares the logits of both implementations with the same random weights. Returns whether transformers has such a
+    model, which it may refuse of the `values` of a config.json."""
+    tokens = torch.randint(model.vocab_size, (2, model.seq_len), generator=torch.Generator().manual_seed(1))
+    if values:  # an indexer's scores have ties, where rounding decides which keys are chosen
+        tokens = tokens[:, : model.sparse.top_k or None]
+    try:
+        theirs = counterpart.in_float64(model, values)
+        with InFloat64(), torch.no_grad():
+            theirs(input_ids=tokens)
+    except Exception:
+        if values is None:
+            raise
+        return False
     values = counterpart.take(counterpart.stored(theirs, weights(theirs)), model)
     with torch.device("meta"):
         ours = Transformer(model).double()
@@ -217,10 +326,10 @@ def compare(counterpart: Any, model: ModelConfig, what: str) -> None:
     with InFloat64(), torch.no_grad():
         for key, parameter in ours.named_parameters():
             parameter.copy_(values[key])
-        tokens = torch.randint(model.vocab_size, (2, model.seq_len), generator=torch.Generator().manual_seed(1))
         expected = theirs(input_ids=tokens).logits
     with torch.no_grad():
         close(ours(tokens), expected, what)
+    return True
 
 
 @pytest.mark.parametrize("name", COUNTERPARTS)

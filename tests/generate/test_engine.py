@@ -21,7 +21,7 @@ from phalanx.data.tokenizer import ByteTokenizer, CharTokenizer, NumberTokenizer
 from phalanx.errors import JobError
 from phalanx.generate.decoder import STOP, Decoder, follow
 from phalanx.generate.engine import Engine, GenerationRequest
-from phalanx.generate.load import load_run
+from phalanx.generate.load import find_on_ranks, load_run
 from phalanx.generate.ranks import load_part
 from phalanx.generate.sampling import Sampling
 from phalanx.generate.text import OrderedOutput, TextStream
@@ -147,7 +147,7 @@ def texts(
     assistant: Path | None = None,
 ) -> tuple[list[str], int, list[list[list[int]]]]:
     """This rank's parameters, the heads in its cache, and on the first rank the texts with each of the options."""
-    part = load_part(run, 0, torch.device("cpu"), tp, pp)
+    part = load_part(find_on_ranks(run, 0), torch.device("cpu"), tp, pp)
     found = []
     if ranks.rank:
         follow(part)

@@ -346,7 +346,8 @@ class Verb:
         """Returns the words after the verb and every problem of them. Raises JobError if they name no command."""
         name, words = WHOLE, list(argv)
         if WHOLE not in self.commands:
-            name, *words = argv or [self.default or ""]
+            by_default = not argv or (self.default and argv[0].startswith("-"))
+            name, *words = [self.default or "", *argv] if by_default else argv
         if name not in self.commands:
             meant = nearest(name, self.commands)
             there_are = f"there are: {', '.join(self.commands)}"
@@ -406,6 +407,10 @@ class Verb:
         try:
             given = load_words(line, opens=self._opens)
         except JobError:
+            from phalanx.foreign.read import recognised
+
+            if theirs is None and (files := [*filter(None, map(recognised, line.files))]):
+                raise JobError(files) from None
             if not (swept := words.options.get("sweep")) or line.problems:
                 raise
             from phalanx.cli import sweep

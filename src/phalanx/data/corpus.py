@@ -289,16 +289,20 @@ def chosen_files(folder: Path, suffixes: Collection[str], what: str, left_out: C
 def in_order(files: list[Path], folder: Path) -> list[Path]:
     """Returns the files of a folder in reading order. Raises DataError if they are the splits of one data set: the
     files that are for tests would be trained on."""
-    splits: dict[str, Path] = {}
+    sets: dict[tuple[str, ...], dict[str, Path]] = {}
     for file in files:
         parts = file.relative_to(folder).parts
         if formats.suffix_of(file) not in formats.ROW_SUFFIXES | {".txt"}:
             continue
-        by_folder = parts[0].lower() in SPLIT_NAMES
-        name = parts[0].lower() if by_folder else re.split(r"[-.]", file.name.lower())[0]
-        if name in SPLIT_NAMES:
-            splits.setdefault(name, folder / parts[0] if by_folder else file)
-    if len(splits) > 1 and "train" in splits:
+        if (first := parts[0].lower()) in SPLIT_NAMES:
+            sets.setdefault((), {}).setdefault(first, folder / parts[0])
+            continue
+        words = [word for word in re.split(r"[-._]", file.name.lower()) if not word.isdigit()]
+        for place, word in enumerate(words):  # of en-train.txt and en-dev.txt, and not of to-train.txt and a-test.txt
+            if word in SPLIT_NAMES:
+                others = () if not place else (*parts[:-1], *words[:place], "", *words[place + 1 :])
+                sets.setdefault(others, {}).setdefault(word, file)
+    if splits := next((each for each in sets.values() if len(each) > 1 and "train" in each), None):
         raise DataError(
             f"data.path={folder}: holds the splits {', '.join(sorted(splits))} of a data set, all of which would be "
             f"trained on: name one, such as data.path={splits['train']}, or give the files of one a folder of their own"
@@ -345,7 +349,7 @@ def _documents(file: Path, field: str) -> Iterator[Iterable[str]]:
 
 
 def _read_text(file: Path) -> Iterator[str]:
-    decoder = codecs.getincrementaldecoder("utf-8")()
+    decoder = codecs.getincrementaldecoder("utf-8-sig")()  # a mark of Windows's editors is no text
     line = 1
     with formats.open_data(file) as stream:
         while True:

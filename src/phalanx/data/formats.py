@@ -186,7 +186,8 @@ def records(file: Path, form: Form | None = None) -> Iterator[tuple[str, dict[st
 def refuse_one_object(file: Path) -> None:
     """Raises DataError if a file holds one object over several lines, which is no list of records."""
     with _readable(file) as stream:
-        first = read_some(file, stream, LINE_BYTES, line=True)
+        lines = iter(lambda: read_some(file, stream, LINE_BYTES, line=True), b"")
+        first = next((line for line in lines if line.strip()), b"")
         if isinstance(record_of(first), dict):
             return
         content = first + read_some(file, stream, LINE_BYTES)
@@ -321,9 +322,17 @@ def _table(file: Path, form: Form) -> Iterator[tuple[str, dict[str, Any] | Value
                     raise DataError(f"{file}: the column {twice!r} is there twice")
                 for record in batch.to_pylist():
                     number += 1
-                    yield f"{file}: record {number}", record
+                    yield f"{file}: record {number}", {name: _stated(value) for name, value in record.items()}
     except (pyarrow.ArrowException, OSError) as error:
         raise DataError(f"{file}: not a whole {IN_WORDS[form]} file: {str(error)[:200]}") from None
+
+
+def _stated(value: Any) -> Any:
+    """Returns a value of a table without the nulls of objects in it: a table gives each object the fields of all, as to
+    the arguments of a call those of every other function. Templates may ask whether a content is null."""
+    if isinstance(value, dict):
+        return {key: _stated(each) for key, each in value.items() if each is not None or key == "content"}
+    return [_stated(each) for each in value] if isinstance(value, list) else value
 
 
 @contextmanager

@@ -26,6 +26,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from phalanx.bounded import parse_json, read_bytes, read_text
+from phalanx.check.start import KEPT
 from phalanx.config.corpora import BUILT_IN, END_OF_TEXT, JINJA_FILE, OWN_TEMPLATE, TOKENIZER_CONFIG, TOKENIZERS
 from phalanx.config.job import Data
 from phalanx.data.files import write_atomic
@@ -507,6 +508,7 @@ DATE_KEY = "template_date"
 """The field of a tokenizer_config.json that holds the day of its template, where shards or a run have one."""
 MOST_TEMPLATE = 1 << 20
 """Most bytes of a template. The longest published one has about 20 kB."""
+SPECIAL_MAP = "special_tokens_map.json"
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
 """The special tokens that a template may write, by the names that it knows them by."""
 
@@ -724,7 +726,16 @@ def _date(config: Mapping[str, Any], folder: Path) -> str:
 
 
 def _config(folder: Path) -> dict[str, Any]:
-    path = folder / TOKENIZER_CONFIG
+    """Returns the settings of a folder's tokenizer. Older ones name special tokens in special_tokens_map.json, which an
+    imported run has in its folder of small files."""
+    config = _object(folder / TOKENIZER_CONFIG)
+    if "added_tokens_decoder" in config:  # where there are these, transformers does not read the other file
+        return config
+    named = _object(folder / SPECIAL_MAP) or _object(folder / KEPT / SPECIAL_MAP)
+    return {name: named[name] for name in SPECIAL_TOKENS if name in named} | config
+
+
+def _object(path: Path) -> dict[str, Any]:
     if not os.path.exists(path):
         return {}
     try:

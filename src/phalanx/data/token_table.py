@@ -13,13 +13,14 @@ from __future__ import annotations
 import base64
 import binascii
 import json
+import os
 import re
 import struct
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from phalanx.bounded import read_bytes
+from phalanx.bounded import read_bytes, read_json
 from phalanx.errors import DataError
 
 SPACE = "\u2581"
@@ -382,7 +383,35 @@ def definition_at(file: Path) -> str:
         raise DataError(f"cannot read the tokenizer {file}: {error.strerror}") from error
     except (ValueError, KeyError, TypeError, AttributeError, IndexError, struct.error) as error:
         raise DataError(f"{file}: {error}; {_remedy(file)}") from None
-    return definition_of(table, file, _remedy(file))
+    definition = definition_of(table, file, _remedy(file))
+    return definition if file.suffix == ".json" else _with_tokens_beside(definition, file)
+
+
+def _with_tokens_beside(definition: str, file: Path) -> str:
+    """Returns a tokenizer.json with the tokens that transformers added to those of a file, and wrote beside it into
+    tokenizer_config.json, once into added_tokens.json. Raises DataError for ids that do not follow."""
+    beside, tokens = file.with_name("tokenizer_config.json"), dict[int, dict[str, Any]]()
+    try:
+        config = read_json(beside) if os.path.exists(beside) else {}
+        if listed := config.get("added_tokens_decoder"):
+            tokens = {int(number): {**each, "content": str(each["content"])} for number, each in listed.items()}
+        elif os.path.exists(beside := file.with_name("added_tokens.json")):
+            tokens = {int(number): {"content": text} for text, number in read_json(beside).items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise DataError(f"{beside}: no tokens added to those of {file.name}: {error}") from None
+    stored = json.loads(definition)
+    vocabulary, added = stored["model"]["vocab"], {each["content"]: each for each in stored["added_tokens"]}
+    ids = dict(vocabulary) if isinstance(vocabulary, dict) else {text: n for n, (text, _) in enumerate(vocabulary)}
+    for number, token in sorted(tokens.items()):
+        text = token["content"]
+        if (own := ids.setdefault(text, len(ids))) != number:
+            raise DataError(
+                f"{beside}: the token {text!r} has the id {number:,}, and with {file.name} {own:,}; {_remedy(file)}"
+            )
+        usual = added.get(text, _added(number, text, special=True))
+        added[text] = {name: token.get(name, value) for name, value in usual.items()} | {"id": number}
+    stored["added_tokens"] = sorted(added.values(), key=lambda each: each["id"])
+    return json.dumps(stored, ensure_ascii=False)
 
 
 def _remedy(file: Path) -> str:

@@ -49,6 +49,8 @@ class Tokenizer(ABC):
     """The ids put between two documents of a corpus."""
     end_ids: tuple[int, ...] = ()
     """Ids with which generated text ends: of an end-of-text or end-of-turn token."""
+    begin_ids: tuple[int, ...] = ()
+    """Ids with which a prompt begins, "<s>" for example."""
     slow = False
     """True if encoding costs more than sending the text to another process."""
 
@@ -75,6 +77,19 @@ class Tokenizer(ABC):
     @abstractmethod
     def definition(self) -> str:
         """Returns everything that determines this tokenizer, as JSON text (`definition_of`)."""
+
+    def first_ids(self) -> tuple[int, ...]:
+        """Returns the ids that the tokenizer's own settings put before a text."""
+        return ()
+
+    def prompt(self, text: str) -> list[int]:
+        """Returns the ids of a prompt, or nothing of an empty one. Raises DataError as `encode` does."""
+        return [*self.begin_ids, *self.encode(text).tolist()] if text else []
+
+    def shown(self, ids: Sequence[int]) -> str:
+        """Returns the text of a prompt, or of what it has become, without the ids with which it begins."""
+        begin = len(self.begin_ids)
+        return self.decode(ids[begin:] if tuple(ids[:begin]) == self.begin_ids else ids)
 
     @property
     def fingerprint(self) -> str:
@@ -241,6 +256,13 @@ class LibraryTokenizer(Tokenizer):
 
     def definition(self) -> str:
         return self._definition
+
+    def first_ids(self) -> tuple[int, ...]:
+        with self._failing_to("encode a text"):
+            encode = self._with_special_tokens.encode
+            whole, plain = (encode("a", add_special_tokens=added).ids for added in (True, False))
+        places = (at for at in range(len(whole)) if whole[at : at + len(plain)] == plain)
+        return tuple(whole[: next(places, 0)])
 
     @cached_property
     def _with_special_tokens(self) -> Any:

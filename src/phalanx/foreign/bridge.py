@@ -118,7 +118,9 @@ def is_yaml(source: Source) -> bool:
         "tokenizer",
     }
     inner = re.search(r"tensor_model_parallel_size|global_batch_size|micro_batch_size", source.text)
-    is_ours = "megatron.bridge" in source.text or (len(source.keys & sections) >= 2 and "trainer" not in source.keys)
+    is_ours = "megatron.bridge" in source.text or (
+        len(source.keys & sections) >= 2 and not {"trainer", "parallelism"} & source.keys  # NeMo, nanotron
+    )
     return bool(inner and is_ours and "model" in source.keys)
 
 

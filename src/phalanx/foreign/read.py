@@ -10,6 +10,7 @@ from typing import Any
 
 from phalanx.bounded import read_text
 from phalanx.config import yaml_file
+from phalanx.config.fields import sections
 from phalanx.config.layout import Layout
 from phalanx.errors import JobError
 from phalanx.foreign import accelerate, automodel, axolotl, bridge, deepspeed, frame, megatron, primus, torchtitan
@@ -61,6 +62,20 @@ def read(path: Path, problems: list[str] | None = None) -> frame.ForeignJob:
     if problems is not None:
         problems += parts.problems
     return parts.job(found.kind)
+
+
+def recognised(path: Path) -> str:
+    """Returns what a file is and how it is read, if it is of another program; nothing of others, and of jobs."""
+    try:
+        source = _source(path)
+        if {"model_type", "hidden_size"} <= source.keys:
+            return f"{path}: describes a model of Hugging Face, not a run; take it as model=hf:{path}"
+        ours = source.keys and source.keys <= {section.partition(".")[0] for section in sections()}
+        kind = "" if ours else next((each.kind for each in FORMATS if each.recognises(source)), "")
+    except (JobError, RecursionError):
+        return ""
+    way = f"phalanx predict, plan and verify read it with --from {path}"
+    return f"{path}: is a configuration of {kind}, not a job file; {way}" if kind else ""
 
 
 def format_named(kind: str) -> frame.ForeignFormat:

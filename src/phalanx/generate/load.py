@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -11,14 +13,15 @@ from typing import Any
 import torch
 
 from phalanx.blocks.parameters import parameter_shapes
-from phalanx.bounded import field
+from phalanx.bounded import field, read_json
+from phalanx.check.start import KEPT
 from phalanx.checkpoint.inventory import check
 from phalanx.checkpoint.manifest import Box, Manifest, job_of
 from phalanx.checkpoint.shard_file import Reader
 from phalanx.comm.agree import on_rank_zero
 from phalanx.data.template import ChatPrompts
-from phalanx.data.tokenizer import LARGEST_VOCABULARY, Tokenizer
-from phalanx.errors import CheckpointError, JobError, PhalanxError
+from phalanx.data.tokenizer import FILE, LARGEST_VOCABULARY, Tokenizer
+from phalanx.errors import CheckpointError, JobError, NotFoundError, PhalanxError
 from phalanx.generate.decoder import Decoder
 from phalanx.generate.engine import (
     Engine,
@@ -52,7 +55,7 @@ class LoadedRun:
         """Returns a prompt's tokens. Raises JobError if it is empty, or if the chat template refuses it."""
         try:
             message = {"role": "user", "content": prompt}
-            ids = self.tokenizer.encode(prompt).tolist() if self.chat is None else self.chat([message])
+            ids = self.tokenizer.prompt(prompt) if self.chat is None else self.chat([message])
         except ValueError as error:
             raise JobError(f"the chat template: {error}") from error
         if not (prompt and ids):
@@ -64,7 +67,7 @@ class LoadedRun:
         an empty prompt and invalid options."""
         request = GenerationRequest(self.encode(prompt), Sampling(**options), ends=self.tokenizer.end_ids)
         Engine(self.decoder).run([request])
-        return self.tokenizer.decode(request.tokens)
+        return self.tokenizer.shown(request.tokens)
 
 
 def load_run(path: Path, step: int = 0, device: str = "auto") -> LoadedRun:
@@ -72,11 +75,30 @@ def load_run(path: Path, step: int = 0, device: str = "auto") -> LoadedRun:
 
     Raises CheckpointError if there is no run, no such checkpoint, or a damaged one.
     """
-    manifest = RunDirectory(path).checkpoint(step)
+    manifest = find(path, step)
     model = empty_model(manifest)
     target = choose(device, 0)
     fill(model, manifest, target)
-    return LoadedRun(Decoder.whole(model), Tokenizer.load(path))
+    return LoadedRun(Decoder.whole(model), tokenizer_of(path, manifest))
+
+
+def tokenizer_of(run: Path, manifest: Manifest) -> Tokenizer:
+    """Returns the tokenizer of a run's checkpoint. Of an imported model, prompts begin as its tokenizer begins texts
+    (`<s>`), and texts also end with the tokens that its settings name (eos_token_id); after training here only the
+    latter. Raises NotFoundError if there is no tokenizer."""
+    if not os.path.isfile(run / FILE):
+        raise NotFoundError(f"{run} has no {FILE}: put that of its model there")
+    tokenizer = Tokenizer.load(run)
+    if "imported" in manifest.meta:
+        tokenizer.begin_ids = tokenizer.first_ids()
+    for name in ("generation_config.json", "config.json"):  # as in transformers, the first states them for the second
+        with suppress(OSError, ValueError, AttributeError):
+            found = read_json(run / KEPT / name).get("eos_token_id")
+            listed = [each for each in (found if isinstance(found, list) else [found]) if isinstance(each, int)]
+            tokenizer.end_ids = tuple(dict.fromkeys((*tokenizer.end_ids, *listed)))
+            if listed:
+                break
+    return tokenizer
 
 
 def in_chat(loaded: LoadedRun, path: Path) -> LoadedRun:
@@ -87,9 +109,14 @@ def in_chat(loaded: LoadedRun, path: Path) -> LoadedRun:
     return replace(loaded, chat=chat)
 
 
+def find(path: Path, step: int = 0) -> Manifest:
+    """Returns a run's checkpoint of `step` (0: the newest whole one). Raises CheckpointError as `load_run` does."""
+    return RunDirectory(path).checkpoint(step)
+
+
 def find_on_ranks(path: Path, step: int = 0) -> Manifest:
-    """Returns `RunDirectory.checkpoint` on every rank of a process group, which verifies it on rank 0."""
-    return check(Path(on_rank_zero(lambda: str(RunDirectory(path).checkpoint(step).path))), verify=False)
+    """Returns what `find` does on every rank of a process group; rank 0 verifies it."""
+    return check(Path(on_rank_zero(lambda: str(find(path, step).path))), verify=False)
 
 
 def empty_model(manifest: Manifest) -> Transformer:
@@ -182,7 +209,7 @@ class TextBatch:
             title = f"--- prompt {number // self._samples + 1}" + (
                 f", sample {sample + 1}" if self._samples > 1 else ""
             )
-            found.append((f"{title}\n" if len(self) > 1 else "") + self._loaded.tokenizer.decode(prompt))
+            found.append((f"{title}\n" if len(self) > 1 else "") + self._loaded.tokenizer.shown(prompt))
         return found
 
     def run(self, engine: Engine, output: OrderedOutput | None, assisted: bool = True, **options: Any) -> None:
@@ -214,7 +241,7 @@ class TextBatch:
 
     def results(self) -> list[dict[str, Any]]:
         """Returns prompt, text, number of new tokens and reason of the end of each text."""
-        decode = self._loaded.tokenizer.decode
+        decode = self._loaded.tokenizer.shown
         return [
             {
                 "prompt": decode(prompt),

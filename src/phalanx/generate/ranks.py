@@ -17,13 +17,12 @@ import torch
 from torch._C._distributed_c10d import Store  # torch.distributed.Store, to the type stubs
 
 from phalanx.check.job import require_cut
-from phalanx.checkpoint.manifest import job_of
+from phalanx.checkpoint.manifest import Manifest, job_of
 from phalanx.comm.agree import broadcast_json
 from phalanx.config.job import RunOptions
 from phalanx.config.layout import Layout
-from phalanx.data.tokenizer import Tokenizer
 from phalanx.generate.decoder import STOP, Decoder, follow
-from phalanx.generate.load import LoadedRun, empty_model, fill, find_on_ranks
+from phalanx.generate.load import LoadedRun, empty_model, fill, find_on_ranks, tokenizer_of
 from phalanx.launch.process_group import process_group
 from phalanx.launch.ranks import Ranks
 from phalanx.parallel import mesh as meshes
@@ -44,20 +43,20 @@ def joined(
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Python's own handler would wait until a message has come
     target = devices.choose(device, ranks.local_rank)
     with process_group(ranks, device=target, timeout_s=RunOptions().timeout_s, store=store):
-        part = load_part(run, step, target, tp, pp)
+        manifest = find_on_ranks(run, step)
+        part = load_part(manifest, target, tp, pp)
         if ranks.rank:
             follow(part)
             yield None
             return
         try:
-            yield LoadedRun(replace(part, leads=True), Tokenizer.load(run))
+            yield LoadedRun(replace(part, leads=True), tokenizer_of(run, manifest))
         finally:
             broadcast_json(STOP)
 
 
-def load_part(run: Path, step: int, device: torch.device, tp: int, pp: int) -> Decoder:
-    """Loads one rank's part inside a process group. One rank verifies the checkpoint, each reads its own tensors."""
-    manifest = find_on_ranks(run, step)
+def load_part(manifest: Manifest, device: torch.device, tp: int, pp: int) -> Decoder:
+    """Loads one rank's part of a checkpoint inside a process group. Each rank reads its own tensors."""
     require_cut(job_of(manifest).model.main, tp, pp)
     mesh = meshes.build(Layout(tp=tp, pp=pp), device.type)
     pipeline, slices = mesh.axis("pp"), mesh.axis("tp")

@@ -254,7 +254,7 @@ class Service:
         try:
             if endpoint.is_chat and self.chat is not None:
                 return [self.chat(body.inputs[0])], (*body.stop, *filter(None, (self.chat.end,)))
-            texts = [self.tokenizer.encode(text).tolist() if isinstance(text, str) else text for text in body.inputs]
+            texts = [self.tokenizer.prompt(text) if isinstance(text, str) else text for text in body.inputs]
             return texts, body.stop
         except (PhalanxError, ValueError) as error:
             raise ApiError(400, str(error), param=endpoint.input_field) from error
@@ -346,7 +346,7 @@ async def _begin(service: Service, body: CompletionBody, endpoint: Endpoint, tex
             texts.append(ServedText(len(texts), service.tokenizer, prompt, numbered, stop, queue))
     if service.thread.broken:
         raise ApiError(500, "the model has failed; this server is ending", kind="server_error")
-    beginnings = [service.tokenizer.decode(prompt) if body.echo else "" for prompt in prompts for _ in range(body.n)]
+    beginnings = [service.tokenizer.shown(prompt) if body.echo else "" for prompt in prompts for _ in range(body.n)]
     service.thread.submit(texts)
     return Answer(endpoint, service.name, texts, beginnings, queue, sum(map(len, prompts)))
 

@@ -426,3 +426,27 @@ def test_a_resolved_job_does_not_read_the_file_again(tmp_path):
     (tmp_path / "config.json").unlink()
     (tmp_path / "job.yaml").write_text(as_yaml(loaded))
     assert load_file(tmp_path / "job.yaml").job == loaded.job
+
+
+def test_initial_weights_are_as_the_file_says():
+    assert config_json.read(LLAMA_3_1_8B | {"initializer_range": 0.006}).model.init_std == 0.006
+    with pytest.raises(JobError, match="initializer_range is -1, expected at least 0"):
+        config_json.read(LLAMA_3_1_8B | {"initializer_range": -1})
+
+
+@pytest.mark.parametrize(
+    ("name", "more", "wrong"),
+    [
+        ("gpt2", {"_num_labels": 1}, {}),
+        ("gpt-neox-20b", {"attention_probs_dropout_prob": 0, "hidden_dropout_prob": 0}, {}),
+        ("phi3-mini", {"lm_head_bias": False, "full_attn_mod": 1}, {"lm_head_bias": True, "full_attn_mod": 2}),
+        ("qwen3-30b-a3b", {"shared_expert_intermediate_size": 0}, {"shared_expert_intermediate_size": 768}),
+    ],
+)
+def test_fields_of_published_files_that_say_nothing_new(name: str, more: dict, wrong: dict):
+    """Of distilgpt2, GPT-NeoX, Phi-4-mini and Qwen3-Coder."""
+    values = config_json.write(PRESETS[name])[1]
+    assert not config_json.differences(config_json.read(values | more).model, PRESETS[name])
+    for field, value in wrong.items():
+        with pytest.raises(JobError, match=f"{field} is "):
+            config_json.read(values | {field: value})

@@ -122,7 +122,7 @@ _TOP = frozenset({"text_config", "vision_config", "mm_tokens_per_image", "boi_to
 _QUANTISED = "quantization_config"
 _DROPOUT = (
     *("attention_dropout", "attn_pdrop", "embd_pdrop", "resid_pdrop", "hidden_dropout", "hidden_dropout_prob"),
-    *("embedding_dropout", "attn_dropout", "residual_dropout"),
+    *("embedding_dropout", "attn_dropout", "residual_dropout", "attention_probs_dropout_prob"),
 )
 _TRAINING_ONLY = ("preset", "from_", "ignore_config", "seq_len", "dropout", "init_std", "lora")
 _PARTS: dict[str, type[Any]] = {
@@ -242,6 +242,9 @@ def _read(values: Mapping[str, Any]) -> HuggingFaceModel:
     ours: Fields = dict(family.kind)
     for term in family.terms:
         term.read(source, ours)
+    ours["init_std"] = source.take("initializer_range", float, ModelConfig.init_std)
+    if ours["init_std"] < 0:
+        source.problem("initializer_range", f"is {ours['init_std']:g}, expected at least 0")
     if rewards:
         ours |= {"reward": True, "tied": False}
     model = _model(ours)

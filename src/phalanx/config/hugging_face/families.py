@@ -130,8 +130,9 @@ class FullHeads:
 
     def read(self, source: ConfigReader, fields: Fields) -> None:
         shared = source.take("attention_k_eq_v", bool, False)
-        size, keys = source.take("global_head_dim", int, 512), source.take("num_global_key_value_heads", int, 0)
-        keys = keys if shared else 0
+        size = source.take("global_head_dim", int, 512, least=1)
+        keys = source.take("num_global_key_value_heads", int, 0) if shared else 0
+        source.seen.add("num_global_key_value_heads")
         if source.holds("per_layer_config"):
             size, keys = self._each(source, fields)
         own = fields["head_dim"] or fields["d_model"] // max(1, fields["n_heads"])
@@ -207,6 +208,24 @@ class ProportionalRope:
             full |= {"rope_type": "proportional", "partial_rotary_factor": model.rotary_pairs}
         window = {"rope_theta": model.window_rope_theta or model.rope_theta, "rope_type": "default"}
         return {"rope_parameters": {FULL: full, SLIDING: window}}
+
+
+@dataclass(frozen=True)
+class DenseFirst:
+    """GLM-5, DeepSeek-V3.2: the layers without experts are the first ones, also where mlp_layer_types lists them."""
+
+    def read(self, source: ConfigReader, fields: Fields) -> None:
+        n, kinds = fields["n_layers"], source.take("mlp_layer_types", list, [])
+        first = next((layer for layer, kind in enumerate(kinds) if kind != "dense"), len(kinds))
+        if kinds and kinds != ["dense"] * first + ["sparse"] * (n - first):
+            source.problem("mlp_layer_types", f"is not dense, then sparse, for each of the {n:,} num_hidden_layers")
+        elif kinds and source.holds("first_k_dense_replace") and min(n, fields["moe.n_dense_layers"]) != first:
+            source.problem("mlp_layer_types", f"has {first} dense layers, first_k_dense_replace is another number")
+        elif kinds:
+            fields["moe.n_dense_layers"] = first
+
+    def write(self, model: ModelConfig) -> Fields:
+        return {}
 
 
 @dataclass(frozen=True)
@@ -383,9 +402,12 @@ class HeadDim:
     """The size of a head; by default the width divided by the heads."""
 
     default: int = 0
+    absent: int | None = None
+    """The size where the field is absent, if it is another than that of null."""
 
     def read(self, source: ConfigReader, fields: Fields) -> None:
-        size = source.take("head_dim", int, self.default)
+        default = self.default if self.absent is None or source.names("head_dim") else self.absent
+        size = source.take("head_dim", int, default, least=1)
         fields["head_dim"] = 0 if size * fields["n_heads"] == fields["d_model"] else size
 
     def write(self, model: ModelConfig) -> Fields:
@@ -434,6 +456,8 @@ class SoftCap:
     def read(self, source: ConfigReader, fields: Fields) -> None:
         absent = 0.0 if source.names(self.theirs) else self.default
         fields[self.ours] = source.take(self.theirs, float, absent)
+        if source.states(self.theirs, 0):
+            source.problem(self.theirs, "is 0, by which transformers divides; supported: null, or more")
 
     def write(self, model: ModelConfig) -> Fields:
         return {self.theirs: getattr(model, self.ours) or None}
@@ -443,6 +467,7 @@ _HARMLESS = """
 architectures auto_map dtype torch_dtype transformers_version _name_or_path name_or_path _attn_implementation_autoset
 _attn_implementation attn_implementation use_cache cache_implementation model_type bos_token_id eos_token_id
 pad_token_id sep_token_id unk_token_id decoder_start_token_id attention_dropout hidden_dropout classifier_dropout
+attention_probs_dropout_prob hidden_dropout_prob _num_labels
 initializer_range pretraining_tp output_attentions output_hidden_states output_router_logits return_dict
 return_dict_in_generate chunk_size_feed_forward problem_type finetuning_task id2label label2id num_labels
 task_specific_params is_decoder is_encoder_decoder gradient_checkpointing ignore_index tokenizer_class prefix
@@ -457,6 +482,9 @@ OWN_VALUES: Mapping[str, Callable[[ModelConfig], Any]] = {
     **dict.fromkeys(("use_bias", "attention_bias", "mlp_bias"), lambda model: model.bias),
     **dict.fromkeys(("qkv_bias", "use_qkv_bias"), lambda model: model.bias or model.qkv_bias),
     **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), lambda model: model.moe.n_experts),
+    "shared_expert_intermediate_size": lambda model: model.moe.n_shared * model.expert_ff_size,
+    "lm_head_bias": lambda model: False,
+    **dict.fromkeys(("full_attn_mod", "interpolate_factor"), lambda model: 1),  # Phi-4's own program
     "use_sliding_window": lambda model: model.window > 0,
     "layer_types": layer_types,
     "use_parallel_residual": lambda model: model.parallel_block,
@@ -478,12 +506,12 @@ def sizes(
     """Returns the sizes that most families name alike; kv_heads 0 stands for as many as heads; `width` is the name of
     the MLP's; with `experts` it is theirs."""
     return (
-        Field("vocab_size", "vocab_size", int),
-        Field("hidden_size", "d_model", int),
-        Field(width, "d_ff", int, d_ff, "expert_ff_size" if experts else "ff_size"),
-        Field("num_hidden_layers", "n_layers", int, most=MOST_LAYERS),
-        Field("num_attention_heads", "n_heads", int),
-        Field("num_key_value_heads", "n_kv_heads", int, kv_heads, _kv_heads, absent=absent_kv_heads),
+        Field("vocab_size", "vocab_size", int, least=1),
+        Field("hidden_size", "d_model", int, least=1),
+        Field(width, "d_ff", int, d_ff, "expert_ff_size" if experts else "ff_size", least=int(d_ff != 0)),
+        Field("num_hidden_layers", "n_layers", int, most=MOST_LAYERS, least=1),
+        Field("num_attention_heads", "n_heads", int, least=1),
+        Field("num_key_value_heads", "n_kv_heads", int, kv_heads, _kv_heads, least=1, absent=absent_kv_heads),
         Context(default=context),
         Field("rms_norm_eps", "norm_eps", float, eps),
         Field("tie_word_embeddings", "tied", bool, tied),
@@ -493,12 +521,12 @@ def sizes(
 def gemma_sizes(*, vocabulary: int, layers: int):
     """Returns the sizes of Gemma 3 and 4, which a config.json may all leave out."""
     return (
-        Field("vocab_size", "vocab_size", int, vocabulary),
-        Field("hidden_size", "d_model", int, 2304),
-        Field("intermediate_size", "d_ff", int, 9216, "ff_size"),
-        Field("num_hidden_layers", "n_layers", int, layers, most=MOST_LAYERS),
-        Field("num_attention_heads", "n_heads", int, 8),
-        Field("num_key_value_heads", "n_kv_heads", int, 4, "kv_heads"),
+        Field("vocab_size", "vocab_size", int, vocabulary, least=1),
+        Field("hidden_size", "d_model", int, 2304, least=1),
+        Field("intermediate_size", "d_ff", int, 9216, "ff_size", least=1),
+        Field("num_hidden_layers", "n_layers", int, layers, most=MOST_LAYERS, least=1),
+        Field("num_attention_heads", "n_heads", int, 8, least=1),
+        Field("num_key_value_heads", "n_kv_heads", int, 4, "kv_heads", least=1),
         Context(default=131072),
         Field("rms_norm_eps", "norm_eps", float, 1e-6),
         Field("tie_word_embeddings", "tied", bool, default=True),
@@ -512,7 +540,7 @@ def _kv_heads(model: ModelConfig) -> int:
 
 def experts(count: str, *, renormalised: bool | None = None, width: bool = True, chosen: Any = REQUIRED):
     """Returns experts as Mixtral and Qwen name them."""
-    ff = (Field("moe_intermediate_size", "moe.d_ff", int, REQUIRED, "expert_ff_size"),)
+    ff = (Field("moe_intermediate_size", "moe.d_ff", int, REQUIRED, "expert_ff_size", least=1),)
     gates = (Field("norm_topk_prob", "moe.renormalise", bool, renormalised),)
     return (
         Field(count, "moe.n_experts", int, most=MOST_EXPERTS, least=1, also=("num_experts", "num_local_experts")),
@@ -537,7 +565,7 @@ def many_experts(
             also=("num_experts", "num_local_experts"),
         ),
         Field("num_experts_per_tok", "moe.top_k", int, 8),
-        Field("moe_intermediate_size", "moe.d_ff", int, REQUIRED, "expert_ff_size"),
+        Field("moe_intermediate_size", "moe.d_ff", int, REQUIRED, "expert_ff_size", least=1),
         Field("n_shared_experts", "moe.n_shared", int, shared),
         Fixed("first_k_dense_replace", (0,), 0, "every layer of this kind has experts")
         if dense is None
@@ -556,7 +584,7 @@ def many_experts(
 def latent(*, rank: int = 0, nope: int = 128, value: int = 128):
     """Returns latent attention; `rank` is that of queries, 0 stands for 1536, or for none where the field is null."""
     query = Field("q_lora_rank", "mla.q_rank", int, rank, least=1)
-    optional = Field("q_lora_rank", "mla.q_rank", int, 0, lambda model: model.mla.q_rank or None, absent=1536)
+    optional = Field("q_lora_rank", "mla.q_rank", int, 0, lambda model: model.mla.q_rank or None, least=1, absent=1536)
     return (
         query if rank else optional,
         Field("kv_lora_rank", "mla.kv_rank", int, 512, least=1),

@@ -51,6 +51,8 @@ class ConfigReader:
         value = self._values.get(name)
         stand_in = _STAND_INS[kind] if default is REQUIRED else default
         if value is None:
+            if default is True and self.names(name):  # transformers takes it for false
+                self.problem(name, "is null, expected true or false")
             if default is REQUIRED:
                 self.problem(name, "is missing")
             return stand_in
@@ -89,10 +91,19 @@ class ConfigReader:
         """Returns whether a field has this value."""
         return self._values.get(name) == value
 
+    def stated(self) -> list[str]:
+        """Returns the fields that are set."""
+        return [name for name, value in self._values.items() if value is not None]
+
     def raw(self, name: str) -> Any:
         """Returns the value of a field of any type, and notes that it was read."""
         self.seen.add(name)
         return self._values.get(name)
+
+    def raw_or(self, name: str, default: Any) -> Any:
+        """Returns the same, or its default where it is absent or null; null is not true."""
+        value = self.raw(name)
+        return default if value is None and not (default is True and self.names(name)) else value
 
     def left(self) -> list[str]:
         """Returns the fields that are set and that nothing has read."""
@@ -160,8 +171,7 @@ class Fixed:
     reason: str = ""
 
     def read(self, source: ConfigReader, fields: Fields) -> None:
-        value = source.raw(self.theirs)
-        value = self.default if value is None else value
+        value = source.raw_or(self.theirs, self.default)
         if not any(value == known and isinstance(value, bool) == isinstance(known, bool) for known in self.values):
             known = " or ".join(shown(each) for each in self.values)
             source.problem(self.theirs, f"is {shown(value)}, supported: {known}{self.reason and f' ({self.reason})'}")
@@ -196,13 +206,12 @@ class Choice:
     """The value that transformers takes if the field is absent; None: ours keeps the family's own value."""
 
     def read(self, source: ConfigReader, fields: Fields) -> None:
-        value = source.raw(self.theirs)
-        value = self.default if value is None else value
+        value = source.raw_or(self.theirs, self.default)
         for theirs, ours in self.names:
             if value == theirs and isinstance(value, bool) == isinstance(theirs, bool):
                 fields[self.ours] = ours
                 return
-        if value is not None:
+        if value is not None or self.default is not None:
             known = ", ".join(shown(theirs) for theirs, _ in self.names)
             source.problem(self.theirs, f"is {shown(value)}, supported: {known}")
 
@@ -271,9 +280,15 @@ class Rope:
     """Fields of rope parameters without effect on text."""
 
     def read(self, source: ConfigReader, fields: Fields) -> None:
-        theta = source.take(self.theta_name, float, source.take("rope_theta", float, self.theta))
-        fraction = source.take(self.fraction_name, float, source.take("partial_rotary_factor", float, self.fraction))
-        named = source.holds("rope_parameters") or source.holds("rope_scaling")
+        theta = source.take(self.theta_name, float, self.theta)
+        fraction = source.take(self.fraction_name, float, self.fraction)
+        for own, usual, value in (
+            (self.theta_name, "rope_theta", theta),
+            (self.fraction_name, "partial_rotary_factor", fraction),
+        ):
+            if source.holds(usual) and source.raw(usual) != value:
+                source.problem(usual, f"is {shown(source.raw(usual))}, {own}, which transformers reads, is {value:g}")
+        named = source.holds("rope_parameters") or bool(source.raw("rope_scaling"))
         rope = source.inside("rope_parameters")
         if not source.holds("rope_parameters"):
             rope = source.inside("rope_scaling")
@@ -286,6 +301,8 @@ class Rope:
         fraction = rope.take("partial_rotary_factor", float, fraction)
         if not named and self.stretched:
             fields["rope_scaling"] = self.stretched
+            if theta != self.theta:
+                source.problem("rope_theta", f"is {theta:g}, which transformers reads in rope_parameters alone")
         else:
             fields["rope_scaling"] = scaling(rope, fields["seq_len"])
         fields["rotary_fraction"] = self._share(
@@ -405,8 +422,16 @@ class RopeWithWindows:
             _refuse_second(source, full)
         else:
             full = source.inside("rope_scaling")
+            if full.holds("type") and not full.holds("rope_type"):
+                full.problem("type", "is read as rope_type by some releases of transformers and ignored by others")
         fields["rope_theta"] = full.take("rope_theta", float, theta)
         base = window.take("rope_theta", float, local)
+        if self.one_base and fields["window"] and base != self.window_theta and not window.holds("rope_theta"):
+            source.problem(
+                "rope_theta",
+                f"is {base:g}, which layers with a window have in some releases of transformers only: state "
+                f"rope_parameters.{SLIDING}.rope_theta",
+            )
         fields["window_rope_theta"] = base if fields["window"] else 0.0
         fields["rope_scaling"] = scaling(full, fields["seq_len"])
         if scaling(window, fields["seq_len"]).factor > 1:
@@ -422,11 +447,12 @@ class RopeWithWindows:
 def _refuse_second(source: ConfigReader, rope: ConfigReader) -> None:
     """Notes a rope_scaling, the older spelling, that contradicts `rope`, the newer one: releases of transformers differ
     in which of the two they take."""
-    old = source.raw("rope_scaling")
-    spelled = {"type": "rope_type"}
-    if old and not (
-        isinstance(old, dict) and all(rope.states(str(spelled.get(n, n)), value) for n, value in old.items())
-    ):
+    old, spelled = source.raw("rope_scaling"), {"type": "rope_type"}
+    if not old:
+        return
+    if isinstance(old, dict):
+        old = {"rope_theta": source.raw("rope_theta")} | {spelled.get(name, name): each for name, each in old.items()}
+    if not isinstance(old, dict) or any(not rope.states(name, old.get(name)) for name in {*old, *rope.stated()}):
         source.problem("rope_scaling", "contradicts rope_parameters: keep the one that the weights were trained with")
 
 
@@ -464,6 +490,8 @@ def scaling(rope: ConfigReader, context: int) -> RopeScaling:
     values["beta_slow"] = rope.take("beta_slow", float, 1.0) or 1.0
     values["truncate"] = rope.take("truncate", bool, True)
     values["magnitude"] = _magnitude(rope, values["factor"])
+    if values["factor"] == 1 and values["magnitude"]:
+        rope.problem("attention_factor", f"is {values['magnitude']:g}, supported where factor is 1: 1")
     return RopeScaling(**values)
 
 
@@ -521,18 +549,28 @@ class Windows:
     """A field without which sliding_window has no effect: use_sliding_window."""
     layers: bool = True
     """Writes layer_types."""
+    pattern: bool = False
+    """transformers reads sliding_window_pattern where there are no layer_types."""
 
     def read(self, source: ConfigReader, fields: Fields) -> None:
         window = source.take("sliding_window", int, 0 if source.names("sliding_window") else self.default)
         pattern = source.take("sliding_window_pattern", int, self.full_every)
+        wrong = pattern != self.full_every and not self.pattern
         first = source.take("max_window_layers", int, 28 if self.switch and self.layers else 0)
         if self.switch and not source.take(self.switch, bool, False):
             window = 0
+        elif window == 0 and source.holds("sliding_window"):
+            source.problem("sliding_window", "is 0, supported: null, or at least 1")
         if window and self.switch and first and not source.holds("layer_types"):
             if not self.layers or first < fields["n_layers"]:
                 source.problem("max_window_layers", f"is {first}, supported: layer_types, or 0")
             window = 0  # the first layers have none
         kinds = source.take("layer_types", list, [])
+        if wrong and window and not kinds:
+            source.problem(
+                "sliding_window_pattern",
+                f"is {pattern}, which transformers does not read in this kind; supported: layer_types",
+            )
         fields["window"], fields["full_every"] = window, pattern if window else 0
         if not kinds:
             return
@@ -629,6 +667,8 @@ class AttentionMultiplier:
     def read(self, source: ConfigReader, fields: Fields) -> None:
         head = fields["head_dim"] or fields["d_model"] // max(1, fields["n_heads"])
         scale = source.take("attention_multiplier", float, 1.0)
+        if not scale:
+            source.problem("attention_multiplier", "is 0, expected more")
         fields["attention_scale"] = 0.0 if scale == max(1, head) ** -0.5 else scale
 
     def write(self, model: ModelConfig) -> Fields:
