@@ -117,6 +117,8 @@ class RankParts:
         # Experts that no other rank has are not gathered.
         self.deals_out = self.shards[1][2] > 1 or is_offloaded(self.layout, "parameters")
         fetches = gathers_parameters(self.layout) and not self.memory_profile.gathers_matrices
+        self.parts_experts = self.layout.ep > 1 and bool(self.deals_out)
+        """Whether ZeRO-3 gathers and sends a block's experts on their own."""
         self.units = {
             kind.kind.block: kind.parameters.gathered(self.deals_out, tiled=self.layout.reshard)
             for kind in self.present
@@ -425,18 +427,13 @@ class RankParts:
         """Returns the bytes of a block that ZeRO-3 gathers, those of its experts which it gathers on their own, and
         those that it gathers last."""
         unit, parameters, width = self.units[block.kind.block], block.parameters, self.width
-        experts = (parameters.experts - parameters.tiled_experts * self.layout.reshard) * self._parts_experts
+        experts = (parameters.experts - parameters.tiled_experts * self.layout.reshard) * self.parts_experts
         return unit.block * width, experts * width, (experts or unit.tile or unit.block) * width
-
-    @property
-    def _parts_experts(self) -> bool:
-        """Whether ZeRO-3 gathers and sends a block's experts on their own."""
-        return self.layout.ep > 1 and bool(self.deals_out)
 
     def _experts_alone(self, block: BlockBytes) -> int:
         """Returns the trained parameters of a block's experts that ZeRO-3 sends on their own."""
         parameters = block.parameters
-        return (parameters.trained_experts - parameters.tiled_experts * self.layout.reshard) * self._parts_experts
+        return (parameters.trained_experts - parameters.tiled_experts * self.layout.reshard) * self.parts_experts
 
     def _fetched(self, blocks: Sequence[BlockBytes], number: int, ahead: int) -> float:
         """Returns the bytes of ZeRO-3's whole blocks while one of a stage's `blocks` computes, which are in the order
@@ -474,11 +471,9 @@ class RankParts:
     def fetched_at_end(self) -> float:
         """Returns the bytes of ZeRO-3's blocks that stay whole in a pipeline, and of the first gradients on their way,
         when the last backward pass of a stage has ended."""
-        stages = [self._blocks(held) for held in self.runs]
-        return max(
-            (self._fetched(blocks, 0, 0) + self._passing(blocks[0], unsent=True)[0] for blocks in stages if blocks),
-            default=0.0,
-        )
+        stages = (self._blocks(held) for held in self.runs if held)
+        sizes = (self._fetched(blocks, 0, 0) + self._passing(blocks[0], unsent=True)[0] for blocks in stages)
+        return max(sizes, default=0.0)
 
     def fetched_in_loss(self) -> tuple[float, float]:
         """Returns the bytes of ZeRO-3's whole blocks in the loss, and once its backward pass comes to the blocks."""
