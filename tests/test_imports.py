@@ -37,7 +37,7 @@ MOST_LINES = {
     "cli": 7673,
     "comm": 2139,
     "config": 6662,
-    "cost": 7428,
+    "cost": 7431,
     "data": 6793,
     "dryrun": 2705,
     "evaluate": 663,

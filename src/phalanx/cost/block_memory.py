@@ -371,6 +371,8 @@ class BlockBytes:
         chunked = bool(layout.logits_of(int(step.pass_tokens))) or head_tiles(model, layout) > 1
         self.deferred = step.tokens * deferred(place_of(model, layout, width=width), kind.block, chunked=chunked)
         """Bytes that wait for the weights' gradients where these are put off."""
+        self.whole = whole / step.slices
+        """Bytes of all that it computes for its backward pass, of the tokens that pass it at a time."""
         again = 0.0 if kind.recompute in ("products", "mlp") else max(0.0, whole - self.kept) / step.slices
         adds = step.spec.batch.accumulation > 1 and layout.accumulate == "local"
         batch = whole_place._replace(sequences=step.spec.batch.micro_batch, documents=step.spec.documents is not None)
@@ -421,8 +423,9 @@ class BlockBytes:
             return same, same
         ranks, full = expert_ranks(layout.shard_ranks, layout.ep_shard), self.kind.recompute == "full"
         whole, trained = (n * step.spec.width for n in (self.parameters.experts, self.parameters.trained_experts))
+        gone = whole * (ranks > 1)
         if step.formulas.keeps_whole(layout.pp, reshard=layout.reshard):
-            whole = 0.0
+            whole, gone = 0.0, gone * (layout.pp == 1)
         # Experts of one rank are copied when they compute, and not counted; others are counted with their block. What
         # is recomputed leaves them whole.
         late, early = (0.0, whole) if ranks == 1 else (-whole, 0.0)
@@ -433,7 +436,7 @@ class BlockBytes:
         each = step.formulas.gradient / ranks + wider
         there = 0.0 if adds else self.parameters.trained_experts * each + copy
         others = early if ranks > 1 and layout.prefetch else first
-        return (first, whole, early, late + there), (others, whole, early, late + there - copy)
+        return (first, whole, early, there - gone), (others, whole, early, there - copy - gone)
 
     def kept_of(self, slices: int) -> float:
         """Returns the bytes that the block keeps of the first slices of a micro-batch, as many as of sequences of these

@@ -448,8 +448,8 @@ class RankParts:
         return (whole + max(self.units[blocks[number].kind.block].tile, self.ends.tile)) * self.width
 
     def fetched_in_forward(self) -> Iterator[tuple[float, float]]:
-        """Yields the bytes of ZeRO-3's blocks when one begins in a forward pass, or its experts do, and those of
-        activations less what blocks keep. Each is copied from what came, and what came before it has not gone."""
+        """Yields the bytes of ZeRO-3's blocks when one begins in a forward pass and when it ends, or its experts begin,
+        and those of activations less what blocks keep. Each is copied from what came, which may linger."""
         stream, ahead = self.step.stream / self.step.share, max(1, self.ahead)
         for held in self.runs:
             ends = self.ends.block * self.width
@@ -463,9 +463,9 @@ class RankParts:
                     (size, experts, _), (*_, before) = sizes[at : at + 2]
                     stay = self.stay_whole * sum(whole[at + 1 : -1])
                     came = sum(whole[max(0, at + 1 - ahead) : at + 1]) - (0 if self.ahead else experts)
-                    yield size - experts + came + before + stay + self.decoding, kept
-                    if experts:
-                        yield 2 * size + sum(whole[max(0, at - self.ahead) : at]) + stay + self.decoding, kept
+                    yield size - experts + came + before * self.lingers + stay + self.decoding, kept
+                    came = size * self.lingers + sum(whole[max(0, at - self.ahead) : at])
+                    yield size + came + stay + self.decoding, kept + (0.0 if experts else run.block.whole)
                 first, later = first + run.many, later - run.many * each
 
     def fetched_at_end(self) -> float:
@@ -758,7 +758,7 @@ def _fullest(step: StepParts, flight: Flight) -> RankMemory:
         ("loss", first, kept + hidden, logits + waiting, forward + rank.between),
     ]
     moments += sending
-    if rank.lingers:
+    if rank.units and rank.layout.shard_ranks > 1 and memory_profile.keeps_buckets:
         there, saved = (0.0, sum(rank._kept)) if rank.gathers_once else (early, kept)
         for copied, inside in rank.fetched_in_forward():
             moments.append(("forward", there, saved + inside, 0.0, gathered + rank.sent_last + rank.between + copied))
