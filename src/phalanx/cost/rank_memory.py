@@ -452,8 +452,8 @@ class RankParts:
         and those of activations less what blocks keep. Each is copied from what came, which may linger."""
         stream, ahead = self.step.stream / self.step.share, max(1, self.ahead)
         for held in self.runs:
-            ends = self.ends.block * self.width
-            sizes = [*map(self._sizes, self._blocks(held)), (ends, 0.0, ends)]
+            sizes = [size for run in reversed(held) for size in [self._sizes(run.block)] * run.many]
+            sizes.append((0.0, 0.0, self.ends.block * self.width))
             whole = [size for size, *_ in sizes]
             first, later = 0, stream
             for run in reversed(held):
@@ -461,7 +461,7 @@ class RankParts:
                 for number in {0, run.many - 1}:
                     at, kept = first + number, later - (number + 1) * each
                     (size, experts, _), (*_, before) = sizes[at : at + 2]
-                    stay = self.stay_whole * sum(whole[at + 1 : -1])
+                    stay = sum(whole[at + 1 : -1]) if self.stay_whole else 0.0
                     came = sum(whole[max(0, at + 1 - ahead) : at + 1]) - (0 if self.ahead else experts)
                     yield size - experts + came + before * self.lingers + stay + self.decoding, kept
                     came = size * self.lingers + sum(whole[max(0, at - self.ahead) : at])
