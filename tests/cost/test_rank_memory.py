@@ -227,7 +227,7 @@ def test_the_loss_is_the_fullest_moment_of_a_large_vocabulary():
 
 
 def test_sharded_parameters_are_whole_block_by_block():
-    few_words = replace(LLAMA, vocab_size=4096)  # the peak is in the backward pass: in the loss no block is ahead
+    few_words = replace(LLAMA, vocab_size=4096)  # the peak is in the backward pass, where there is a block ahead
     few, many, always = (
         rank_memory(spec(few_words, layout), 0).communication
         for layout in (
@@ -238,7 +238,8 @@ def test_sharded_parameters_are_whole_block_by_block():
     )
     block = 2 * (count(LLAMA) - 2 * LLAMA.vocab_size * LLAMA.d_model - LLAMA.d_model) // LLAMA.n_layers
     assert many - few == pytest.approx(2 * block, rel=1e-6)
-    assert always - few == pytest.approx(31 * block, rel=1e-6)
+    # In the loss FSDP2 has what it gathered last, too, and not yet the head's gradient.
+    assert always - few == pytest.approx(32 * block - 2 * 4096 * LLAMA.d_model, rel=1e-6)
     assert rank_memory(spec(LLAMA, Layout(dp_shard=64), memory_profile=XLA), 0).communication == 2 * 2 * 128256 * 4096
     pipeline = Layout(dp_shard=64, pp=2, micro_batch=1, accumulation=4)
     kept = [

@@ -391,7 +391,7 @@ def _ring_gradients(place: Place, tokens: int, keys: int, heads: int, kv_heads: 
     # This rank's own gradients wait, and beyond two ranks those of the block before travel on as the next keys arrive.
     more = place.ring > 2
     later = wide * (of_queries + (4 if more else 2) * of_keys) + width * ((2 + more) * of_keys + of_queries / 2)
-    return max(first, later, wide * (of_queries + 3 * of_keys))
+    return max(first, later, wide * (of_queries + 3 * of_keys) + width * of_keys)
 
 
 def _compressed_norm(place: Place, name: str, rank: int) -> Operator:

@@ -406,6 +406,9 @@ class MemoryProfile(Hashed):
     """Whether buckets of gradients that are reduced whole (DDP, ZeRO-1) keep their memory from step to step."""
     copies_sums: bool = False
     """Whether a reduce-scatter has a copy of all that it sums (over gloo)."""
+    keeps_gathered: bool = False
+    """Whether FSDP2 keeps what it has gathered in a forward pass until it has copied what comes next: on devices with
+    streams, of which it cannot tell when they are done (Phalanx; of others it is not known)."""
     reduces_each: bool = False
     """Whether ZeRO-2 and 3 reduce the gradients of every micro-batch, whatever the layout says."""
     whole_under_pp: bool = False
@@ -434,7 +437,7 @@ class MemoryProfile(Hashed):
     """The profile that replaces this one if products are in fp16."""
 
 
-PHALANX = MemoryProfile(keeps_buckets=True)
+PHALANX = MemoryProfile(keeps_buckets=True, keeps_gathered=True)
 """The profile of Phalanx itself."""
 
 

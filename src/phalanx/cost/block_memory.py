@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
+from math import inf
 from typing import NamedTuple
 
 from phalanx.blocks.feed_forward import hidden_bytes, routed_rows
@@ -36,7 +37,7 @@ class Moment(NamedTuple):
     arrived: int
     """Parameters whose gradients the block has computed."""
     experts: int = 0
-    """Whether the block's experts are still to come (0), at work (1), or done (2)."""
+    """Whether the block's experts are still to come (0), begin (1), are at work (2), or done (3)."""
 
 
 class _Held(NamedTuple):
@@ -85,7 +86,10 @@ def backward_moments(
         in_tiles = tiles > 1 and any(each.tiled and layers_of(each.name) in tiled for each in trained)
         share = tiles if in_tiles else 1
         own = sum(each.size_on(place.tp, place.ep_shard) // share for each in trained)
-        experts = 1 if operator.name.startswith("experts.") else 2 if experts else 0
+        if operator.name.startswith("experts.") and not experts:
+            before = live + waiting + sum([each.size if each.first < number else each.kept for each in mine])
+            found.append(Moment(before + arriving, waits, arrived, 1))
+        experts = 2 if operator.name.startswith("experts.") else 3 if experts else 0
         matrices = [each for each in operator.matrices if not is_adapter(each.name)]
         if matrices:
             shapes = [each.shape_on(place.tp, place.ep_shard) for each in matrices]
@@ -140,19 +144,21 @@ def backward_moments(
             needed = tokens * norm_backward(place, model.d_model) / place.token_share
             needed -= sum(each.size for each in mine if each.first == each.last == number)
             found.append(Moment(here + max(arriving, needed), own, arrived + own, experts))
-        waits += own * (place.redundant > 0 and experts == 1)  # an expert's gradients wait for those of its copies
+        waits += own * (place.redundant > 0 and experts == 2)  # an expert's gradients wait for those of its copies
         arrived, adapted = arrived + own * (not in_tiles), operator.name.endswith(A)
     return tuple(found)
 
 
-def _experts_again(place: Place, kind: BlockKind) -> Moment:
+def _experts_again(place: Place, kind: BlockKind) -> tuple[Moment, ...]:
     """Returns the fullest moment of the experts in a repeated forward pass, beside what the block saves but for what
     comes later: their outputs go back in both orders, beside those of shared experts and attention; or, without expert
-    parallelism, both are joined, and tensor ranks sum them."""
-    moe, later, shares = place.model.moe, 0.0, _shares(place)
+    parallelism, both are joined, and tensor ranks sum them. On a device with streams also the moment before, in which
+    FSDP2 has what it gathered of them."""
+    moe, later, shares, sizes = place.model.moe, 0.0, _shares(place), list[tuple[float, int]]()
     if place.ep > 1:
         rows = routed_rows(place) * (moe.latent or place.model.d_model) / place.routed_share
         here = 2 * rows / len(place.halves) + place.hidden / place.token_share * (1 + (moe.n_shared > 0))
+        sizes += [(here - rows / len(place.halves), 1)] * place.profile.keeps_gathered
     else:
         joined = 2 if moe.n_shared and moe.own_norms else 1
         here = place.hidden * joined * (1 + (place.token_share > 1 and place.profile.copies_sums))
@@ -161,7 +167,8 @@ def _experts_again(place: Place, kind: BlockKind) -> Moment:
         if operator.name.startswith(("combine", "shared", "experts")):
             break
         later += place.tokens * sum(each.size / shares[each.cut] for each in operator.saved)
-    return Moment((here * place.width - later) / place.slices, 0, 0, 1)
+    sizes.append((here, 2))
+    return tuple(Moment((size * place.width - later) / place.slices, 0, 0, experts) for size, experts in sizes)
 
 
 def _backward_order(place: Place, kind: BlockKind, half: Half) -> Sequence[Operator]:
@@ -296,8 +303,11 @@ class StepSizes:
             self.memory_profile = replace(self.memory_profile, scores="always")
         layout = spec.layout
         self.formulas = formulas_of(spec, self.memory_profile)
-        self.waits = layout.accumulate == "sharded" or layout.dp_replicate > 1
-        """Whether ZeRO-3's reduce-scatter waits for another sum, and keeps no copy of what it sends."""
+        copies = self.memory_profile.copies_sums and self.formulas.gradient == spec.width
+        alone = layout.shard_ranks == 1
+        self.waits = not copies or alone or layout.accumulate == "sharded" or layout.dp_replicate > 1
+        """Whether no copy of the gradients that ZeRO-3 sends is left: NCCL makes none, gloo's goes at once where a cast
+        or another sum waits for it."""
         self.tokens = spec.batch.micro_batch * spec.model.seq_len / layout.cp
         self.slices = slices_of(layout)
         self.splits = splits_backward(layout)
@@ -366,6 +376,8 @@ class BlockBytes(KeptBytes):
         chunked = bool(layout.logits_of(int(step.pass_tokens))) or head_tiles(model, layout) > 1
         self.deferred = step.tokens * deferred(place_of(model, layout, width=width), kind.block, chunked=chunked)
         """Bytes that wait for the weights' gradients where these are put off."""
+        self.whole = whole / step.slices
+        """Bytes of all that it computes for its backward pass, of the tokens that pass it at a time."""
         again = 0.0 if kind.recompute in ("products", "mlp") else max(0.0, whole - self.kept) / step.slices
         adds = step.spec.batch.accumulation > 1 and layout.accumulate == "local"
         batch = whole_place._replace(sequences=step.spec.batch.micro_batch, documents=step.spec.documents is not None)
@@ -374,7 +386,7 @@ class BlockBytes(KeptBytes):
         tiles = layout.tiles if gathers_parameters(layout) and layout.reshard else 1
         moments = backward_moments(batch, alike, splits=step.splits, tiles=tiles, tiled=layout.tiled_layers)
         if kind.recompute == "full" and kind.block.routed and (layout.ep > 1 or layout.tp > 1):
-            moments += (_experts_again(batch, kind.block),)
+            moments = (*(each for each in moments if each.experts != 1), *_experts_again(batch, kind.block))
         before = [(each.arrived - each.own, again + each.size + each.own * width) for each in moments]
         self.moments: dict[int, float] = {}
         """By how many parameters have their gradients in buckets at a moment of its backward pass, the most bytes
@@ -386,40 +398,50 @@ class BlockBytes(KeptBytes):
         self.adding = again + max(each.size + each.own * width for each in moments)
         """Bytes inside the block where gradients are added to those of earlier micro-batches one by one."""
         inside = again + max(each.size for each in moments)
-        self.opening, self.late = inside, 0.0
-        """As `backward`'s first number, if the block is the first in the backward pass; and bytes of its experts, less,
-        before that."""
+        self.opening = self.inside = inside, -inf
+        """Bytes inside the block before and after its experts are sent on their own, if they are: if it is the first in
+        the backward pass, and if it is not."""
+        self.late = 0.0
+        """Bytes of the first block's experts, less, before its backward pass."""
         if gathers_parameters(layout):
-            opening, after = self._experts_apart(adds)
+            opening, others = self._experts_apart(adds)
             self.late = opening[0]
-            self.opening, inside = (
-                again
-                + max(each.size + (each.own if adds else each.arrived) * width + one[each.experts] for each in moments)
-                for one in (opening, after)
+            sizes = [
+                (each.experts, again + each.size + (each.own if adds else each.arrived) * width) for each in moments
+            ]
+            self.opening, self.inside = (
+                (
+                    max(size + apart[experts] for experts, size in sizes if experts < 3 or layout.ep == 1),
+                    max((size + apart[3] for experts, size in sizes if experts == 3 and layout.ep > 1), default=-inf),
+                )
+                for apart in (opening, others)
             )
-        self.backward = inside, step.stream / step.share
+        self.backward = max(self.inside), step.stream / step.share
         """Bytes of the backward pass besides what is kept: inside the block, and of its residual stream."""
 
-    def _experts_apart(self, adds: bool) -> tuple[tuple[float, float, float], ...]:
+    def _experts_apart(self, adds: bool) -> tuple[tuple[float, float, float, float], ...]:
         """Returns the bytes by which ZeRO-3's experts, which are gathered and sent on their own, differ from what is
-        counted with the rest of their block: before they are at work, meanwhile, and afterwards, where the block is the
-        first in the backward pass and where it is not. `adds`: gradients are not sent."""
-        step, layout, same = self.step, self.step.spec.layout, (0.0, 0.0, 0.0)
+        counted with the rest of their block: before they are at work, when they begin, meanwhile, and afterwards, where
+        the block is the first in the backward pass and where it is not. `adds`: gradients are not sent."""
+        step, layout, same = self.step, self.step.spec.layout, (0.0, 0.0, 0.0, 0.0)
         if layout.ep == 1 or step.memory_profile.gathers_matrices:
             return same, same
-        ranks = expert_ranks(layout.shard_ranks, layout.ep_shard)
+        ranks, full = expert_ranks(layout.shard_ranks, layout.ep_shard), self.kind.recompute == "full"
         whole, trained = (n * step.spec.width for n in (self.parameters.experts, self.parameters.trained_experts))
+        gone = whole * (ranks > 1)
         if step.formulas.keeps_whole(layout.pp, reshard=layout.reshard):
-            whole = 0.0
+            whole, gone = 0.0, gone * (layout.pp == 1)
         # Experts of one rank are copied when they compute, and not counted; others are counted with their block. What
         # is recomputed leaves them whole.
         late, early = (0.0, whole) if ranks == 1 else (-whole, 0.0)
-        first = early if self.kind.recompute == "full" else late
-        # Their shard, and a collective's copy of them, which stays until those of the next block are sent.
+        first = early if full else late
+        # Their shard, what they are sent in, and a collective's copy, which stays until the next block's are sent.
         copy = trained * (ranks > 1 and not step.waits)
-        there = 0.0 if adds else self.parameters.trained_experts / ranks * step.formulas.gradient + copy
+        wider = max(0, step.formulas.gradient - step.spec.width)
+        each = step.formulas.gradient / ranks + wider
+        there = 0.0 if adds else self.parameters.trained_experts * each + copy
         others = early if ranks > 1 and layout.prefetch else first
-        return (first, early, late + there), (others, early, late + there - copy)
+        return (first, whole, early, there - gone), (others, whole, early, there - copy - gone)
 
     def kept_of(self, slices: int) -> float:
         """Returns the bytes that the block keeps of the first slices of a micro-batch, as many as of sequences of these

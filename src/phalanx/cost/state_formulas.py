@@ -14,6 +14,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from phalanx.blocks.operator import MemoryProfile
+from phalanx.config.cluster import Cluster
 from phalanx.config.layout import Layout
 from phalanx.cost.exposed import larger, smaller
 from phalanx.cost.held import (
@@ -288,3 +289,10 @@ def by_stage(zero: int, ranks: Any, parameter: float, gradient: float, optimizer
         gradient / (ranks if zero >= 2 else 1),
         optimizer / (ranks if zero >= 1 else 1),
     )
+
+
+def overfull(cluster: Cluster, host: Any, disk: Any) -> Any:
+    """Returns the bytes of a full device and of what finds no room in host memory or on disk; 0 if all does."""
+    beside = (host, cluster.host.memory_gib), (disk, cluster.host.disk_gib)
+    short = sum(larger(0.0, size - gib * 2**30) for size, gib in beside if gib)
+    return (short > 0) * (cluster.accelerator.memory_gib * 2**30 + short)

@@ -27,9 +27,8 @@ from phalanx.cost.exposed import (
     pass_seconds,
 )
 from phalanx.cost.held import expert_ranks
-from phalanx.cost.rank_memory import overfull
 from phalanx.cost.rank_time import HOST_OPS, handling_seconds, starts_again
-from phalanx.cost.state_formulas import StateBytes
+from phalanx.cost.state_formulas import StateBytes, overfull
 from phalanx.cost.step_state import clip_bytes, summing_seconds, update_seconds
 from phalanx.partition.derived import is_offloaded, slices_of, splits_backward
 from phalanx.plan.space import RECOMPUTE, STATES, PlanRequest, Rows, Scheduled, Space
@@ -151,23 +150,31 @@ class StepBytes:
 
     def _whole(self, reshard: bool) -> tuple[Floats, Floats]:
         """Returns the bytes of unsharded parameters of ZeRO-3, and of activations beside them: in the loss no block is
-        whole that is gathered again, in the backward pass at least one."""
+        whole that is gathered again, in the backward pass at least one. In the loss FSDP2 may have what it gathered
+        last (`keeps_gathered`)."""
         if reshard not in self.whole:
             group, tables, every = self.group, self.tables, self.formulas.keeps_whole(self.pp, reshard=reshard)
             # Experts that no other rank has are not gathered, and with ep none before they compute.
             shared = (group.ranks[1] > 1) & (every or tables.inner[group.inner, EP] == 1)
-            sizes = dict[BlockKind, Floats]()
+            alone, sizes = (group.ranks[1] > 1) & (tables.inner[group.inner, EP] > 1), dict[BlockKind, Floats]()
+            lingers = self.formulas.profile.keeps_gathered and not (every and self.pp > 1)
+            last: Floats = np.asarray(inf)
             for kind in self.kinds:
-                options = (tables.gathered(kind, group.inner, shared=each, tiled=reshard) for each in (True, False))
-                block, _, tile = np.where(shared[:, None], *options).T
+                with_experts, dense = (
+                    tables.gathered(kind, group.inner, shared=each, tiled=reshard) for each in (True, False)
+                )
+                block, _, tile = np.where(shared[:, None], with_experts, dense).T
                 sizes[kind] = block if every else block + tile
+                experts = np.where(alone, with_experts[:, 0] - dense[:, 0], 0)
+                last = np.minimum(last, np.where(experts > 0, experts, np.where(tile > 0, tile, block)))
             blocks = [
                 sum(many * sizes[kind] for kind, many in (share.blocks if every else ((share.blocks[0][0], 1),)))
                 for share in group.shares
             ]
             each = self.formulas.width * group.shared
             numbers: Floats = np.stack(blocks) * np.asarray(each, float)
-            activations = self.activations if every else self._activations(numbers)
+            apart = numbers * (not every) - last * self.formulas.width * lingers * (group.ranks[0] > 1)
+            activations = self._activations(apart)
             self.whole[reshard] = numbers + self._outside(reshard) * each, activations
         return self.whole[reshard]
 
