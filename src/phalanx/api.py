@@ -125,7 +125,7 @@ def predict_step(job: Job) -> Prediction:
         >>> words = ["model=llama3-8b", "cluster=dgx-h100", "precision=bf16", "layout=dp_shard=8,recompute=full"]
         >>> step = predict_step(load_job(*words, "global_batch=16"))
         >>> f"{step.step_time_s:.0f} s, MFU {step.mfu:.1f}, peak {step.fullest.peak / 2**30:.0f} GiB, fits: {step.fits}"
-        '3 s, MFU 0.4, peak 29 GiB, fits: True'
+        '3 s, MFU 0.4, peak 30 GiB, fits: True'
     """
     from phalanx.cost.prediction import predict
 
