@@ -125,7 +125,8 @@ def test_ranks_that_measure_together_agree(ranks, monkeypatch):
         (shared.alone_streams, one.sharing.alone_streams),
     ):
         assert 1.0 <= fitted <= max(1.0, measured)
-    assert all(seconds > 0 for seconds in one.small_block)
+    assert not WHOLE or min(one.small_block) > 0  # so small that noise may exceed them
+    assert replace(one, small_block=(1e-3, -1e-6)).fit_sharing(one.fit()[0]) == one.sharing
     assert one.base.memory_gib == pytest.approx(compute.look_up(CPU, 1).memory_gib / 2, rel=1e-6)
 
 
