@@ -310,7 +310,7 @@ def compare(counterpart: Any, model: ModelConfig, what: str, values: dict[str, A
     model, which it may refuse of the `values` of a config.json."""
     tokens = torch.randint(model.vocab_size, (2, model.seq_len), generator=torch.Generator().manual_seed(1))
     if values:  # an indexer's scores have ties, where rounding decides which keys are chosen
-        tokens = tokens[:, : model.sparse.top_k or None]
+        tokens = tokens[:, : model.sparse.top_k or 64]
     try:
         theirs = counterpart.in_float64(model, values)
         with InFloat64(), torch.no_grad():
