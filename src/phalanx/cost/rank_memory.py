@@ -93,7 +93,7 @@ class RankParts:
 
     def __init__(self, step: StepParts, flight: Flight):
         self.step, self.flight = step, flight
-        self.model, self.layout = step.spec.model, (layout := step.spec.layout)
+        self.model, self.layout = step.spec.model, step.spec.layout
         self.memory_profile, self.width, self.formulas = step.memory_profile, step.spec.width, step.formulas
         self.blocks = [step.kinds_of(stage) for stage in flight.held]
         # The backward pass begins with the last.
@@ -130,13 +130,16 @@ class RankParts:
         self.stay_whole = self.formulas.keeps_whole(self.layout.pp, reshard=self.layout.reshard)
         """Whether blocks stay whole until their backward pass, in a pipeline until the last one."""
         sent = max(self.ends.block, self.ends.tile, *(each.trained for each in self.units.values()), 0)
-        coded = 0.0 if layout.quantise_gradients == "none" else wire_width(layout.quantise_gradients, self.width)
+        codec = self.layout.quantise_gradients
+        coded = 0.0 if codec == "none" else wire_width(codec, self.width)
         self.gradient_codes = 2 * sent * coded
         """Bytes of the codes of a group's gradients that a rank sends, and of as many that it gets."""
-        wide = {"none": 0, "fp8": self.width}.get(layout.quantise_weights, 8)
+        wide = {"none": 0, "fp8": self.width}.get(self.layout.quantise_weights, 8)
         largest = max((kind.parameters.largest for kind in self.present), default=0)
         self.decoding = max(0.0, wide * largest - self.gradient_codes)
         """Bytes, more than those, in which a matrix's codes become numbers: in fp32, scaled and not."""
+        self.sum_width = max(self.width, self.formulas.gradient)
+        """Bytes per gradient of a group that is sent."""
         self.gathers_once = self.stay_whole and self.layout.pp > 1
         self.lingers = bool(self.units) and self.memory_profile.keeps_gathered and self.layout.shard_ranks > 1
         """Whether FSDP2 has what it gathered last in a forward pass until it has copied what comes next."""
@@ -399,23 +402,22 @@ class RankParts:
         """Yields the bytes inside one of a stage's `blocks`, and those of ZeRO-3's blocks and gradients on their way:
         at work, after its experts were sent on their own, and when it begins, copied from what came, before the next
         ones come. `sent`: bytes of gradients that were counted and are not there any more."""
-        block, ahead = blocks[number], self.ahead
+        block, ahead, unit = blocks[number], self.ahead, self.units.get(blocks[number].kind.block)
         passing, copies = self._passing(blocks[number - 1], unsent=unsent) if number else (self.sent_last, 0.0)
         inside, after = block.inside if number else block.opening
         fetched = self._fetched(blocks, number, ahead)
-        tile = self.units[block.kind.block].tile * max(self.width, self.formulas.gradient) if self.units else 0.0
+        tile = unit.tile * self.sum_width if unit else 0.0
         yield inside, fetched + max(0.0, (copies + tile if tile else passing) - sent), 0.0
         yield after, fetched + max(0.0, copies - sent), 0.0
-        if not self.units or self.stay_whole:
+        if not unit or self.stay_whole:
             return
         if self.layout.shard_ranks == 1:  # what it sends is copied and divided
-            yield -block.kept, 3 * self.units[block.kind.block].trained * max(self.width, self.formulas.gradient), 0.0
+            yield -block.kept, 3 * unit.trained * self.sum_width, 0.0
             return
         whole, experts, _ = self._sizes(block)
         mine = whole - experts
         if self.memory_profile.copies_sums:  # what it sends is copied, and its sum is there, too
-            each = max(self.width, self.formulas.gradient)
-            sums = (self.units[block.kind.block].trained - self._experts_alone(block)) * each
+            sums = (unit.trained - self._experts_alone(block)) * self.sum_width
             sums *= 2 - unsent + 1 / self.layout.shard_ranks
             yield -block.kept, fetched - whole + max(0.0, sums - sent), 0.0
         came = self._fetched(blocks, number, ahead - 1) if ahead else mine
@@ -492,11 +494,11 @@ class RankParts:
         sends the next ones."""
         if not self.units:
             return 0.0, 0.0
-        waits, held, each = self.step.waits, self.units[block.kind.block], max(self.width, self.formulas.gradient)
-        found, kept = self.formulas.passing(held, waits=waits), held.trained * each
+        waits, held = self.step.waits, self.units[block.kind.block]
+        found, kept = self.formulas.passing(held, waits=waits), held.trained * self.sum_width
         # Experts' are sent before, on their own: only a collective's copy is left.
-        kept -= self._experts_alone(block) * each
-        found -= self._experts_alone(block) * each
+        experts = self._experts_alone(block) * self.sum_width
+        found, kept = found - experts, kept - experts
         leaves = self.formulas.resident or not self.memory_profile.keeps_gathered
         if self.formulas.offloads and self.layout.pp == 1 and leaves and self.layout.shard_ranks > 1:
             found += held.trained / self.layout.shard_ranks * self.formulas.gradient  # which leaves with the next one

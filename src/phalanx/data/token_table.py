@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.bounded import read_bytes, read_json
+from phalanx.config.corpora import TOKENIZER_CONFIG
 from phalanx.errors import DataError
 
 SPACE = "\u2581"
@@ -390,7 +391,7 @@ def definition_at(file: Path) -> str:
 def _with_tokens_beside(definition: str, file: Path) -> str:
     """Returns a tokenizer.json with the tokens that transformers added to those of a file, and wrote beside it into
     tokenizer_config.json, once into added_tokens.json. Raises DataError for ids that do not follow."""
-    beside, tokens = file.with_name("tokenizer_config.json"), dict[int, dict[str, Any]]()
+    beside, tokens = file.with_name(TOKENIZER_CONFIG), dict[int, dict[str, Any]]()
     try:
         config = read_json(beside) if os.path.exists(beside) else {}
         if listed := config.get("added_tokens_decoder"):
