@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import sys
 import tempfile
 from collections.abc import Iterator
 from itertools import groupby
@@ -39,6 +40,7 @@ LONG = (
 )
 """Files of half a minute and more, the longest first: with these the processes that come from the back begin, so that
 none of them is begun last, while a core is idle."""
+SESSION = pytest.StashKey[pytest.Session]()
 BESIDE = pytest.StashKey[dict[int, Path]]()
 """The processes beside this one, with the files that they write their reports to."""
 NICENESS = 10
@@ -83,16 +85,25 @@ def pytest_runtestloop(session: pytest.Session) -> bool | None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_sessionfinish(session: pytest.Session) -> None:
     """Waits for the processes beside this one, which fails if one of them did."""
+    session.config.stash[SESSION] = session
     for pid in session.config.stash.get(BESIDE, {}):
         if os.waitpid(pid, 0)[1] and not session.exitstatus:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
+@pytest.hookimpl(trylast=True)
 def pytest_unconfigure(config: pytest.Config) -> None:
-    for report in (reports := config.stash.get(BESIDE, {})).values():
+    """Prints what the processes beside this one wrote, and ends: threads that a test left, for which the interpreter
+    would wait, hold up nobody."""
+    if BESIDE not in config.stash:
+        return
+    for report in (reports := config.stash[BESIDE]).values():
         print("Beside it:", report.read_text(encoding="utf-8", errors="replace"), sep="\n", flush=True)
     for folder in {report.parent for report in reports.values()}:
         shutil.rmtree(folder)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(config.stash[SESSION].exitstatus)
 
 
 def _write_to(report: Path, config: pytest.Config) -> None:
