@@ -104,7 +104,7 @@ def test_exactly_one_of_many_writers_commits_and_the_objects_of_the_others_are_d
     remotes = [RemoteCheckpoints.of(url, "run") for _ in range(WRITERS)]
     remotes[0].store.require_put_if_absent()
     records = [uploaded(remote, path, f"{number:016x}") for number, remote in enumerate(remotes)]
-    together = threading.Barrier(WRITERS)
+    together = threading.Barrier(WRITERS, timeout=60)
 
     def commit(number):
         together.wait()

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import threading
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -194,45 +194,31 @@ def test_the_rank_of_the_gradients_loses_nothing(ranks, model, line):
 
 
 class Together:
-    """All replicas' ends of an axis in one process: each call waits for those of the others."""
+    """All replicas' ends of an axis in one process and thread: what a replica sends lies ready for the others, which
+    send theirs before any of them waits."""
 
     def __init__(self, size: int):
-        self.size, self.meet, self.slots = size, threading.Barrier(size), [None] * size
+        self.sent = [list[torch.Tensor]() for _ in range(size)]
 
     def end(self, rank: int) -> Axis:
-        axis = Axis("dp_replicate", 1)
-        axis.size, axis.rank, exchange = self.size, rank, self._exchange
+        axis, sent = Axis("dp_replicate", 1), self.sent
+        axis.size, axis.rank = len(sent), rank
 
-        def all_reduce(x: torch.Tensor) -> Pending:
-            every = exchange(rank, x.clone())
-            x.copy_(sum(every[1:], every[0].clone()))
-            return DONE
+        def call(x: torch.Tensor, receive: Callable[[list[torch.Tensor]], None]) -> Pending:
+            number = len(sent[rank])
+            sent[rank].append(x.clone())
+            return Exchange(lambda: receive([each[number] for each in sent]))
 
-        def all_to_all(received: torch.Tensor, x: torch.Tensor) -> Pending:
-            received.copy_(torch.stack([each[rank] for each in exchange(rank, x.clone())]).view_as(received))
-            return DONE
-
-        def all_gather(whole: torch.Tensor, part: torch.Tensor) -> Pending:
-            whole.copy_(torch.cat(exchange(rank, part.clone())))
-            return DONE
-
-        axis.all_reduce, axis.all_to_all, axis.all_gather = all_reduce, all_to_all, all_gather
+        axis.all_reduce = lambda x: call(x, lambda every: x.copy_(sum(every[1:], every[0].clone())))
+        axis.all_gather = lambda whole, part: call(part, lambda every: whole.copy_(torch.cat(every)))
+        axis.all_to_all = lambda received, x: call(
+            x, lambda every: received.copy_(torch.stack([each[rank] for each in every]).view_as(received))
+        )
         return axis
 
-    def _exchange(self, rank: int, x: torch.Tensor) -> list[torch.Tensor]:
-        self.slots[rank] = x
-        self.meet.wait()
-        every = list(self.slots)
-        self.meet.wait()
-        return every
 
-
-class Done:
-    def wait(self) -> None:
-        pass
-
-
-DONE = Done()
+class Exchange(NamedTuple):
+    wait: Callable[[], None]
 
 
 def shard_of(value: torch.Tensor) -> ParameterShard:
@@ -244,17 +230,15 @@ def summed(layout: Layout, every: list[list[torch.Tensor]]) -> tuple[list[torch.
     together, shape = Together(len(every)), every[0][0]
     ends = [CompressedSum(together.end(r), layout, 3, [shard_of(shape)], shape.itemsize) for r in range(len(every))]
 
-    def run(rank: int) -> list[torch.Tensor]:
-        found = []
-        for step, gradient in enumerate(every[rank]):
-            value = gradient.clone()
-            ends[rank].step = step
-            ends[rank].all_reduce([Summand(shard_of(value), value)]).wait()
-            found.append(value)
-        return found
-
-    with ThreadPoolExecutor(len(every)) as pool:
-        results = list(pool.map(run, range(len(every))))
+    results = [[gradient.clone() for gradient in of] for of in every]
+    for step, values in enumerate(zip(*results, strict=True)):
+        pending = []
+        for end, value in zip(ends, values, strict=True):
+            end.step = step
+            pending.append(end.all_reduce([Summand(shard_of(value), value)]))
+        while pending[0].pending is not None:
+            for each in pending:
+                each.advance()
     for other in results[1:]:
         torch.testing.assert_close(other, results[0], rtol=0, atol=0, equal_nan=True)
     return results[0], ends
