@@ -64,10 +64,7 @@ def pytest_collection_finish() -> None:
     per operation: models are tiny here, and threads that wait burn the cores of a busy machine."""
     gc.collect()
     gc.freeze()
-    if "torch" in sys.modules:  # not for the sake of tests that do without it
-        import torch
-
-        torch.set_num_threads(1)
+    warm.use_one_thread()
 
 
 @pytest.fixture(scope="session")

@@ -65,6 +65,7 @@ def pytest_runtestloop(session: pytest.Session) -> bool | None:
             beside.clear()
             os.nice(NICENESS)
             warm.install_in_fork()
+            warm.use_one_thread()  # before threads do: what each sees of torch's pool, lost in the fork, is made anew
             _write_to(report, config)
             files.reverse()
             break

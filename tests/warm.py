@@ -183,6 +183,12 @@ def install_in_fork() -> None:
     install()
 
 
+def use_one_thread() -> None:
+    """Sets one thread per operation of torch, if that is imported."""
+    if "torch" in sys.modules:  # not for the sake of tests that do without it
+        sys.modules["torch"].set_num_threads(1)
+
+
 def _ask(channel: socket.socket) -> None:
     global _server  # noqa: PLW0603
     _server = Server(channel)
