@@ -91,14 +91,19 @@ def tokenizer_of(run: Path, manifest: Manifest) -> Tokenizer:
     tokenizer = Tokenizer.load(run)
     if "imported" in manifest.meta:
         tokenizer.begin_ids = tokenizer.first_ids()
+    tokenizer.end_ids = (*tokenizer.end_ids, *named_ends(run))
+    return tokenizer
+
+
+def named_ends(run: Path) -> list[int]:
+    """Returns the tokens that end a text by the settings of the model that a run was imported from, or started from
+    (eos_token_id, of generation_config.json or else of config.json)."""
     for name in ("generation_config.json", "config.json"):  # as in transformers, the first states them for the second
         with suppress(OSError, ValueError, AttributeError):
             found = read_json(run / KEPT / name).get("eos_token_id")
-            listed = [each for each in (found if isinstance(found, list) else [found]) if isinstance(each, int)]
-            tokenizer.end_ids = tuple(dict.fromkeys((*tokenizer.end_ids, *listed)))
-            if listed:
-                break
-    return tokenizer
+            if listed := [each for each in (found if isinstance(found, list) else [found]) if isinstance(each, int)]:
+                return listed
+    return []
 
 
 def in_chat(loaded: LoadedRun, path: Path) -> LoadedRun:
