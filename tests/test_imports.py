@@ -42,7 +42,7 @@ MOST_LINES = {
     "dryrun": 2705,
     "evaluate": 688,
     "exchange": 2621,
-    "foreign": 4291,
+    "foreign": 4341,
     "generate": 1698,
     "graph": 2141,
     "launch": 8272,
