@@ -32,7 +32,7 @@ INNER_FLOORS = {
 MOST_LINES = {
     "axes": 811,
     "blocks": 3516,
-    "check": 2157,
+    "check": 2173,
     "checkpoint": 4161,
     "cli": 7687,
     "comm": 2139,
