@@ -127,6 +127,15 @@ def test_half_of_a_launcher_s_variables_is_said_by_one_rank(monkeypatch, capsys)
         assert capsys.readouterr().err.count("incompletely: PMI_SIZE") == 1 - rank
 
 
+def test_a_rank_that_there_is_none_of_says_it_itself(monkeypatch, capsys):
+    """Rank 0 of 2 finds nothing wrong."""
+    slurm = {"SLURM_PROCID": "3", "SLURM_NTASKS": "2", "SLURM_LOCALID": "1", "SLURM_STEP_ID": "0"}
+    for name, value in slurm.items():
+        monkeypatch.setenv(name, value)
+    assert main(["train", "job.yaml"]) == 2
+    assert "slurm: SLURM_PROCID=3 SLURM_NTASKS=2" in capsys.readouterr().err
+
+
 def test_a_stream_that_has_no_multiplication_sign():
     done = subprocess.run(
         [
