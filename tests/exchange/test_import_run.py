@@ -93,7 +93,11 @@ def test_prompts_begin_as_the_tokenizer_begins_texts(folder: Path, out: Path):
     assert loaded.text("hello", max_new_tokens=1).startswith("hello")
     with pytest.raises(JobError, match="the prompt is empty"):
         loaded.encode("")
-    assert tokenizer_of(out, replace(RunDirectory(out).checkpoint(), meta={})).prompt("hello") == plain
+    trained = replace(RunDirectory(out).checkpoint(), meta={})
+    for source, begins in (("", False), ("{{ messages[0].content }}", False), ("{{ bos_token }}", True)):
+        if source:
+            (out / "chat_template.jinja").write_text(source)
+        assert tokenizer_of(out, trained).prompt("hello") == [*[0] * begins, *plain]
 
 
 def _numel(tensor: torch.Tensor) -> int:

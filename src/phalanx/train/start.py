@@ -201,10 +201,9 @@ def notices(job: Job, tokenizer: Tokenizer) -> Iterator[str]:
     if _another_tokenizer(there, tokenizer):
         yield f"the tokenizer differs from {there.tokenizer}: tokens have another meaning than in the weights"
     if first := tokenizer.decode(tokenizer.first_ids()):
-        has_template = CORPORA[job.data.corpus].rows is not None
-        source = find_template(job.data).source if has_template else ""
-        if "bos_token" not in source and first not in source:
-            mend = ": write {{ bos_token }} first in a copy of data.template" * has_template
+        template = find_template(job.data) if CORPORA[job.data.corpus].rows is not None else None
+        if not (template and template.begins_with(first)):
+            mend = ": write {{ bos_token }} first in a copy of data.template" if template else ""
             yield f"texts begin without {first}, with which the tokenizer's own begin{mend}"
 
 
