@@ -38,7 +38,7 @@ MOST_LINES = {
     "comm": 2139,
     "config": 6733,
     "cost": 7440,
-    "data": 6907,
+    "data": 6909,
     "dryrun": 2705,
     "evaluate": 688,
     "exchange": 2622,

@@ -270,6 +270,15 @@ def test_a_model_of_sentencepiece_gives_its_ids(tmp_path: Path) -> None:
     assert (tokenizer.vocab_size, tokenizer.separator) == (len(PIECES), (2,))
 
 
+def test_a_model_of_sentencepiece_begins_texts_unless_its_settings_say_no(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.model").write_bytes(sentencepiece(**LLAMA))
+    for settings, first in (({}, (1,)), ({"add_bos_token": True}, (1,)), ({"add_bos_token": False}, ())):
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+        tokenizer = Tokenizer.load(tmp_path)
+        assert tokenizer.first_ids() == first
+        assert tokenizer.encode("the cat").tolist() == pieces_of("the cat")
+
+
 def test_without_legacy_a_text_after_a_special_token_has_no_space_before_it(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers", minversion="5.0")
     (tmp_path / "tokenizer.model").write_bytes(sentencepiece(**LLAMA))

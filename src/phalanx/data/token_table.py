@@ -408,6 +408,8 @@ def _with_tokens_beside(definition: str, file: Path) -> str:
     if config.get("legacy") is False and _PREFIX in (stored["normalizer"] or {}).get("normalizers", ()):
         stored["normalizer"]["normalizers"].remove(_PREFIX)
         stored["pre_tokenizer"] = _PREFIX_ONCE
+    if config.get("add_bos_token") is False and (stored["post_processor"] or {}).get("type") == "TemplateProcessing":
+        stored["post_processor"] = None
     vocabulary, added = stored["model"]["vocab"], {each["content"]: each for each in stored["added_tokens"]}
     ids = dict(vocabulary) if isinstance(vocabulary, dict) else {text: n for n, (text, _) in enumerate(vocabulary)}
     for number, token in sorted(tokens.items()):
