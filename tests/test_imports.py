@@ -43,7 +43,7 @@ MOST_LINES = {
     "evaluate": 688,
     "exchange": 2622,
     "foreign": 4341,
-    "generate": 1699,
+    "generate": 1700,
     "graph": 2141,
     "launch": 8279,
     "machine": 5371,
@@ -61,7 +61,7 @@ MOST_LINES = {
     "trackers": 848,
     "train": 9891,
     "validation": 1535,
-    "": 1825,
+    "": 1826,
     "verify": 4099,
 }
 """Lines that a room may have, "" being the modules beside the rooms: whoever makes one shorter lowers its figure, and

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from phalanx.bounded import parse_json, read_bytes, read_json
+from phalanx.bounded import parse_json, read_json, read_text
 from phalanx.check.model import BOUNDS
 from phalanx.config.corpora import END_OF_TEXT, END_OF_TURN, TOKENIZER_CONFIG, TOKENIZERS, tokenizer_in
 from phalanx.config.job import Data
@@ -113,7 +113,7 @@ class Tokenizer(ABC):
 
             return LibraryTokenizer(definition_at(file), str(file), _end_beside(file))
         try:
-            text = read_bytes(file).decode()
+            text = read_text(file)
             stored = parse_json(text)
         except FileNotFoundError:
             raise NotFoundError(
