@@ -33,14 +33,17 @@ from phalanx.config.cluster import Accelerator, Cluster, Sharing
 from phalanx.config.clusters import cluster_of
 from phalanx.config.fields import suggestion
 from phalanx.config.foreign_names import refusal, value
+from phalanx.config.job import Data
 from phalanx.config.layout import Layout
 from phalanx.config.model import ModelConfig
 from phalanx.config.presets import PRESETS, named, unknown
 from phalanx.cost.frameworks import PHALANX
 from phalanx.cost.spec import Framework, StepSpec
+from phalanx.data.template import find_template
 from phalanx.echo import LEAST_COLUMNS, VisibleStream, echo, shortened, terminal_columns, visible, wrapped
 from phalanx.errors import DataError, ExtensionError, JobError, RunError
 from phalanx.facts import Lazy, stated
+from phalanx.generate.sampling import read_prompts
 from phalanx.generate.text import OrderedOutput
 from phalanx.hashed import Hashed
 from phalanx.nearest import Misfit, nearest
@@ -57,6 +60,15 @@ def test_a_regular_file_is_read_also_through_a_link(tmp_path):
     assert read_json(tmp_path / "link") == {"a": [1, 2.5, "é"]}
     assert read_text(tmp_path / "file").startswith("{")
     assert read_bytes(tmp_path / "file", 21)
+
+
+def test_the_mark_with_which_editors_of_windows_begin_a_file_is_no_text(tmp_path):
+    path = tmp_path / "prompts.txt"
+    path.write_bytes(b"\xef\xbb\xbfdef \r\na\x0cb\xe2\x80\xa8c\rd\n\n")
+    assert read_text(path).startswith("def")
+    assert read_prompts(path) == ["def ", "a\x0cb\u2028c", "d"]
+    (tmp_path / "a.jinja").write_bytes(b"\xef\xbb\xbf{{ 1 }}")
+    assert find_template(Data(template=str(tmp_path / "a.jinja"))).source == "{{ 1 }}"
 
 
 def test_what_is_no_regular_file_is_refused_at_once(tmp_path, monkeypatch):

@@ -69,8 +69,9 @@ def read_tail(path: Path, most: int) -> bytes:
 
 
 def read_text(path: Path, most: int = MOST_BYTES) -> str:
-    """Returns the text of a regular UTF-8 file of at most `most` bytes. Raises OSError, and UnicodeDecodeError."""
-    return read_bytes(path, most).decode()
+    """Returns the text of a regular UTF-8 file of at most `most` bytes, without the mark that editors of Windows begin
+    it with. Raises OSError, and UnicodeDecodeError."""
+    return read_bytes(path, most).decode("utf-8-sig")
 
 
 def read_json(path: Path, most: int = MOST_BYTES) -> Any:

@@ -20,7 +20,7 @@ from phalanx.train.start import vocabulary_of as vocabulary_of_run
 
 ELSEWHERE = {
     "model": """
-        preset from n_layers d_model n_heads n_kv_heads head_dim vocab_size seq_len window full_every
+        preset from n_layers d_model n_heads n_kv_heads head_dim vocab_size seq_len
         shared_keys layer_embedding
         window_pattern query_growth.rate attention feed_forward norm norm_place parallel_block positions activation
         bias qk_norm sinks
@@ -123,6 +123,9 @@ def test_a_field_without_effect_is_refused_with_its_condition(path: str, value: 
             "model.moe.n_experts=4 model.moe.d_ff=32 model.d_ff=64",
             "model.d_ff=64: has no effect here: it is for dense MLPs",
         ),
+        ("window=8 full_every=1", "command line: window=8: model.window: has no effect here: it is for layers with a"),
+        ("window=8 window_pattern=full", "model.window: has no effect here"),
+        ("window=8 n_layers=4 full_every=5", "full_every=5: model.full_every: has no effect here: it is for models of"),
         (
             "model.bias=true qkv_bias=true",
             "qkv_bias=true: model.qkv_bias: has no effect here: it is for model.bias=false",

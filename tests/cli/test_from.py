@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 
 from phalanx.cli.main import main
+from phalanx.config.fields import leaves
+from phalanx.foreign.read import UNREAD
 
 SCRIPT = """\
 torchrun --nproc_per_node 8 --nnodes 2 pretrain_gpt.py --num-layers 16 --hidden-size 2048 --num-attention-heads 16 \\
@@ -168,7 +170,41 @@ def test_a_layout_that_does_not_fit_has_no_speed_ratio(script, capsys):
         ("a.yaml", "distributed_type: FSDP", "is a configuration of accelerate"),
         ("config.json", '{"model_type": "llama", "hidden_size": 8}', "not a run; take it as model=hf:config.json"),
         ("job.yaml", "train: {micro_batch_size: 4}\nmodel: {n_layers: 2}", "did you mean layout.micro_batch?"),
-        ("nanotron.yaml", "model: {}\noptimizer: {}\nparallelism: {pp: 1}\ntokens: {micro_batch_size: 2}", "unknown"),
+        (
+            "nanotron.yaml",
+            "model: {}\noptimizer: {}\nparallelism: {pp: 1}\ntokens: {micro_batch_size: 2}",
+            "configuration of nanotron, which Phalanx does not read: write a job file (`phalanx init` begins one)",
+        ),
+        (
+            "neox.yml",
+            '{"pipe-parallel-size": 1, "model-parallel-size": 2, "num-layers": 12, "zero_optimization": {"stage": 0},}',
+            "configuration of GPT-NeoX, which Phalanx does not read",
+        ),
+        (
+            "sft.yaml",
+            "model_name_or_path: a\nstage: sft\nfinetuning_type: lora\ncutoff_len: 2048\noutput_dir: b",
+            "of LLaMA-Factory, which Phalanx does not read: write a job file (`phalanx init` begins one), in which "
+            "model_name_or_path is model.from (a folder, or a run of `phalanx import hf hub:OWNER/NAME --out RUN`), ",
+        ),
+        ("trl.yaml", "model_name_or_path: a\ndataset_name: b\nlearning_rate: 1e-5\nuse_peft: true", "of TRL or transf"),
+        (
+            "olmo.json",
+            '{"run_name": "a", "model": {}, "dataset": {}, "data_loader": {}, "trainer": {}}',
+            "of OLMo-core,",
+        ),
+        ("olmo.py", "from olmo_core.train import TrainerConfig\n", "of OLMo-core, which"),
+        (
+            "olmo.yaml",
+            "run_name: a\nmodel: {d_model: 8}\nmax_duration: 9ba\nglobal_train_batch_size: 8\nsave_folder: b",
+            "of OLMo, which",
+        ),
+        (
+            "mpt.yaml",
+            "max_seq_len: 2048\nmodel: {name: mpt_causal_lm}\ntrain_loader: {}\nmax_duration: 9ba",
+            "of llm-foundry (Composer), which",
+        ),
+        ("tune.yaml", "model:\n  _component_: torchtune.models.llama3.llama3_8b\nbatch_size: 2", "of torchtune, which"),
+        ("verl.yaml", "data: {}\nactor_rollout_ref: {}\ntrainer: {}", "of verl, which"),
     ],
 )
 def test_a_file_of_another_program_is_no_job(tmp_path, monkeypatch, name, text, said, capsys):
@@ -176,3 +212,15 @@ def test_a_file_of_another_program_is_no_job(tmp_path, monkeypatch, name, text, 
     Path(name).write_text(text)
     assert main(["train", name]) == 2
     assert said in " ".join(capsys.readouterr().err.split())
+
+
+def test_fields_that_values_of_unread_files_become_are_there():
+    assert not [path for each in UNREAD.values() for path in each.fields.values() if path not in leaves()]
+
+
+def test_a_file_that_is_not_read_is_named_by_from(tmp_path, capsys):
+    (tmp_path / "a.yaml").write_text("finetuning_type: full")
+    assert main(["predict", "--from", str(tmp_path / "a.yaml"), "cluster=dgx-h100"]) == 2
+    assert "is a configuration of LLaMA-Factory, which Phalanx does not read" in " ".join(
+        capsys.readouterr().err.split()
+    )

@@ -127,6 +127,24 @@ def test_half_of_a_launcher_s_variables_is_said_by_one_rank(monkeypatch, capsys)
         assert capsys.readouterr().err.count("incompletely: PMI_SIZE") == 1 - rank
 
 
+@pytest.mark.parametrize(("when", "code"), [("during", 130), ("after", 0)])
+def test_an_interrupt_at_the_end_is_no_bare_signal(when, code):
+    done = f"import os, signal, sys, phalanx.cli.main as m; end = lambda: os.kill(os.getpid(), signal.SIGINT) or {code}"
+    ends = {"during": "m.main = end; c = m.command()", "after": "m.main = lambda: 0; c = m.command(); end()"}[when]
+    words = [sys.executable, "-c", f"{done}; {ends}; sys.exit(c)"]
+    found = subprocess.run(words, check=False, capture_output=True, text=True)
+    assert (found.returncode, found.stderr) == (code, "phalanx: interrupted\n" if code else "")
+
+
+def test_a_rank_that_there_is_none_of_says_it_itself(monkeypatch, capsys):
+    """Rank 0 of 2 finds nothing wrong."""
+    slurm = {"SLURM_PROCID": "3", "SLURM_NTASKS": "2", "SLURM_LOCALID": "1", "SLURM_STEP_ID": "0"}
+    for name, value in slurm.items():
+        monkeypatch.setenv(name, value)
+    assert main(["train", "job.yaml"]) == 2
+    assert "slurm: SLURM_PROCID=3 SLURM_NTASKS=2" in capsys.readouterr().err
+
+
 def test_a_stream_that_has_no_multiplication_sign():
     done = subprocess.run(
         [

@@ -243,6 +243,23 @@ def test_a_tokenizer_file(data: Data, tmp_path: Path) -> None:
     assert open_shards(folder, verify=True).vocab_size == trained.vocab_size
 
 
+def test_a_tokenizer_file_without_an_end_of_text_is_said(data: Data, tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(json.dumps({"text": f"document {n}"}) + "\n" for n in range(40)))
+    file = tmp_path / "own" / "tokenizer.json"
+    file.parent.mkdir()
+    file.write_text(train_bpe(["some text"], 300).definition().replace("<|endoftext|>", "<|done|>"))
+    own = Data(corpus="text", path=str(rows), tokenizer=str(file), dir=data.dir)
+    for named in (False, True):
+        if named:
+            (file.parent / "tokenizer_config.json").write_text('{"eos_token": "<|done|>"}')
+        said: list[str] = []
+        folder = prepare(own, progress=lambda text, *_, said=said: said.append(text))
+        assert any("a newline separates its 40 documents" in each for each in said) != named
+        ends = Tokenizer.load(folder).separator
+        assert ("document 0<|done|>document 1" in stream(folder, "train")) == named == (ends == (0,))
+
+
 def test_random_tokens(tmp_path: Path, small_shards: None) -> None:
     data = Data(corpus="random", random_tokens=1000, random_vocab=70_000, dir=str(tmp_path))
     folder = prepare(data)

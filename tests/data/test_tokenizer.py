@@ -124,6 +124,25 @@ def test_a_library_tokenizer_without_end_of_text_separates_by_newline(bpe: Libra
     assert tokenizer.decode(tokenizer.separator) == "\n"
 
 
+def test_the_end_of_a_text_is_the_one_that_a_tokenizer_config_names(bpe: LibraryTokenizer, tmp_path: Path) -> None:
+    """Unless the vocabulary has one of the known ends: eos_token of chat models ends a turn."""
+    for folder, known in (("theirs", "<|endoftext|>"), ("other", "<|done|>")):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "tokenizer.json").write_text(bpe.definition().replace("<|endoftext|>", known))
+    plain = Tokenizer.load(tmp_path / "other")
+    for named in ("<|done|>", {"content": "<|done|>"}, "absent"):
+        for folder in ("theirs", "other"):
+            (tmp_path / folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": named}))
+        assert Tokenizer.load(tmp_path / "theirs").separator == (0,)
+        found = Tokenizer.load(tmp_path / "other")
+        assert (found.separator, found.end_ids) == (((0,), (0,)) if named != "absent" else (plain.separator, ()))
+        assert (found.fingerprint == plain.fingerprint) == (named == "absent")
+        (saved := tmp_path / f"saved {named}").mkdir()
+        found.save(saved)
+        again = Tokenizer.load(saved)
+        assert (again.separator, again.fingerprint) == (found.separator, found.fingerprint)
+
+
 @pytest.mark.parametrize("kind", ["char", "unknown", "byte", "number", "bpe"])
 def test_saved_and_loaded_is_the_same(kind: str, bpe: LibraryTokenizer, tmp_path: Path) -> None:
     tokenizer = {
@@ -249,6 +268,35 @@ def test_a_model_of_sentencepiece_gives_its_ids(tmp_path: Path) -> None:
         assert tokenizer.encode(text).tolist() == pieces_of(text), text
         assert tokenizer.decode(tokenizer.encode(text)) == text.replace("\u2581", " ")
     assert (tokenizer.vocab_size, tokenizer.separator) == (len(PIECES), (2,))
+
+
+def test_a_model_of_sentencepiece_begins_texts_unless_its_settings_say_no(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.model").write_bytes(sentencepiece(**LLAMA))
+    for settings, first in (({}, (1,)), ({"add_bos_token": True}, (1,)), ({"add_bos_token": False}, ())):
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+        tokenizer = Tokenizer.load(tmp_path)
+        assert tokenizer.first_ids() == first
+        assert tokenizer.encode("the cat").tolist() == pieces_of("the cat")
+
+
+def test_without_legacy_a_text_after_a_special_token_has_no_space_before_it(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers", minversion="5.0")
+    (tmp_path / "tokenizer.model").write_bytes(sentencepiece(**LLAMA))
+    words = "the</s>cat|</s>the|<s> the|</s></s>the|the </s> the |<s>  cat|</s> |\u2581the| the"
+    found = []
+    for legacy in (True, False):
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps({"legacy": legacy}))
+        tokenizer = Tokenizer.load(tmp_path)
+        model = json.loads(tokenizer.definition())["model"]
+        merges = [*map(tuple, model["merges"])]
+        theirs = transformers.LlamaTokenizer(vocab=model["vocab"], merges=merges, legacy=legacy)
+        for text in (*TEXTS, *words.split("|")):
+            [(ids, _)] = tokenizer.encode_marked([[(text, False)]])
+            if not legacy:
+                assert ids.tolist() == theirs(text, add_special_tokens=False).input_ids, text
+                assert tokenizer.decode(ids) == theirs.decode(ids), text
+        found.append(tokenizer.encode_marked([[("the</s>the", False)]])[0][0].tolist())
+    assert found == [[*pieces_of("the"), 2, *pieces_of("the")], [*pieces_of("the"), 2, *pieces_of("the")[1:], 260][:3]]
 
 
 @pytest.mark.parametrize("name", ["added_tokens.json", "tokenizer_config.json"])

@@ -17,6 +17,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from exchange.folders import begin_texts, write_folder
 from generate.written import write_run
 from model.kinds import KINDS
 from phalanx.cli.main import main
@@ -45,9 +46,11 @@ from phalanx.evaluate.text import (
     read_texts,
     windows,
 )
+from phalanx.exchange.import_run import import_folder
 from phalanx.generate.decoder import Decoder
 from phalanx.generate.load import load_run
 from phalanx.model.transformer import Transformer
+from phalanx.verify.exchange import InFloat64
 
 # Perplexity in float64 against a plain reference that computes one token at a time, on one process and on several.
 
@@ -194,6 +197,40 @@ def test_runs_are_shown_side_by_side(run, capsys):
     assert out[1] == out[2]
     assert out[1].split()[6] == f"{first['loss']:.4f}"
     assert out[3] == "windows of 12 tokens every 3; losses in nats"
+
+
+@pytest.mark.parametrize("begin", [[0], [0, 5]])
+def test_windows_of_an_imported_model_begin_as_its_tokenizer_begins_texts(tmp_path, capsys, begin):
+    """As in transformers, where a text begins with <s>, and in llama.cpp, where every window does."""
+    transformers = pytest.importorskip("transformers")
+    write_folder(tmp_path / "theirs")
+    begin_texts(tmp_path / "theirs", begin)
+    import_folder([tmp_path / "theirs"], tmp_path / "run")
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(str(tmp_path / "theirs"), dtype=torch.float64)
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_file=str(tmp_path / "theirs" / "tokenizer.json"))
+    argv = ["evaluate", str(tmp_path / "run"), "--files", str(tmp_path / "text.txt")]
+    for text, stride in (("hello world", 0), (TEXT, 0), (TEXT, 7)):
+        (tmp_path / "text.txt").write_text(text)
+        assert main([*argv, "--stride", str(stride), "--json"]) == 0
+        [found] = json.loads(capsys.readouterr().out)["runs"]
+        ids = tokenizer(text, return_tensors="pt").input_ids[0]
+        assert ids[: len(begin)].tolist() == begin
+        losses, done, step = [], len(begin) - 1, stride or 33 - len(begin)
+        for start in range(0, len(ids), step):
+            if (end := min(start + 32, len(ids) - 1)) <= done:
+                break
+            inputs = ids[start:end].clone()
+            inputs[: len(begin)] = torch.tensor(begin)
+            with torch.no_grad(), InFloat64():
+                likely = theirs(inputs[None]).logits[0].log_softmax(-1)
+            losses += [-likely[at - start - 1, ids[at]].item() for at in range(done + 1, end + 1)]
+            done = end
+        assert found["tokens"] == len(losses) == len(ids) - len(begin)
+        assert found["loss"] == pytest.approx(sum(losses) / len(losses), rel=1e-9)
+        assert found["begins_with"] == tokenizer.decode(begin)
+    assert main([*argv, "--stride", "32"]) == (2 if begin[1:] else 0)
+    found = capsys.readouterr()
+    assert "every 32, each beginning with <|endoftext|>; losses" in found.out or "nearest legal: 31" in found.err
 
 
 def test_every_mistake_is_told_at_once(run, capsys):
@@ -345,6 +382,18 @@ def test_a_greedy_answer_is_the_likeliest_one_and_ends_before_the_first_stop(har
     assert cut == whole[: whole.index(stop)]
     assert "xyz" + other == load_run(harness_run, device="cpu").text("xyz", max_new_tokens=10, temperature=0)
     assert len(short) <= 4
+
+
+def test_texts_and_contexts_of_an_imported_model_begin_as_its_tokenizer_begins_them(harness_run):
+    plain = scorer_of(harness_run, 2)
+    begun = scorer_of(harness_run, 2)
+    begun.tokenizer.begin_ids = (7,)
+    pairs = [("ab", "cd"), ("", "xyz")]
+    assert begun.likelihoods(pairs) == plain.likelihoods([(f"\a{before}", after) for before, after in pairs])
+    assert begun.rolling(["abc"]) == [plain.likelihoods([("\a", "abc")])[0].value]
+    prompts = [Prompt("ab", [], 5), Prompt("", [], 5)]
+    told = plain.continuations([dataclasses.replace(each, text=f"\a{each.text}") for each in prompts])
+    assert begun.continuations(prompts) == told
 
 
 def test_chat_contexts_are_the_templates_and_answers_end_where_its_own_do(harness_run):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -50,6 +51,21 @@ def write_folder(folder: Path, model: ModelConfig = LLAMA, files: int = 1, token
     if tokens:
         train_bpe(["hello world, the quick brown fox " * 9], tokens).save(folder)
     return transformer
+
+
+def begin_texts(folder: Path, ids: Sequence[int] = (0,)) -> None:
+    """Makes a folder's tokenizer begin texts with tokens of these `ids`, as that of Llama begins them with <s>."""
+    path = folder / "tokenizer.json"
+    stored = json.loads(path.read_text())
+    names = {number: token for token, number in stored["model"]["vocab"].items()}
+    text = [{"Sequence": {"id": "A", "type_id": 0}}]
+    stored["post_processor"] = {
+        "type": "TemplateProcessing",
+        "single": [*({"SpecialToken": {"id": names[each], "type_id": 0}} for each in ids), *text],
+        "pair": [*text, *text],
+        "special_tokens": {names[each]: {"id": names[each], "ids": [each], "tokens": [names[each]]} for each in ids},
+    }
+    path.write_text(json.dumps(stored))
 
 
 def write_tensors(folder: Path, tensors: dict[str, torch.Tensor], files: int = 1) -> None:

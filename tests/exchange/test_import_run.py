@@ -15,7 +15,7 @@ import torch
 from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
 
-from exchange.folders import LLAMA, VOCABULARY, write_folder, write_tensors
+from exchange.folders import LLAMA, VOCABULARY, begin_texts, write_folder, write_tensors
 from phalanx.checkpoint.inventory import damage
 from phalanx.checkpoint.manifest import job_of
 from phalanx.checkpoint.shard_file import Reader
@@ -85,16 +85,7 @@ def test_texts_end_with_the_tokens_that_the_folder_names(folder: Path, out: Path
 def test_prompts_begin_as_the_tokenizer_begins_texts(folder: Path, out: Path):
     """As in transformers and vLLM. What was trained here has learned no such beginning."""
     write_folder(folder)
-    stored = json.loads((folder / "tokenizer.json").read_text())
-    text = [{"Sequence": {"id": "A", "type_id": 0}}]
-    begin = {"id": "<|endoftext|>", "ids": [0], "tokens": ["<|endoftext|>"]}
-    stored["post_processor"] = {
-        "type": "TemplateProcessing",
-        "single": [{"SpecialToken": {"id": begin["id"], "type_id": 0}}, *text],
-        "pair": [*text, *text],
-        "special_tokens": {begin["id"]: begin},
-    }
-    (folder / "tokenizer.json").write_text(json.dumps(stored))
+    begin_texts(folder)
     import_folder([folder], out)
     loaded = load_run(out, device="cpu")
     plain = Tokenizer.load(out).encode("hello").tolist()
@@ -102,7 +93,11 @@ def test_prompts_begin_as_the_tokenizer_begins_texts(folder: Path, out: Path):
     assert loaded.text("hello", max_new_tokens=1).startswith("hello")
     with pytest.raises(JobError, match="the prompt is empty"):
         loaded.encode("")
-    assert tokenizer_of(out, replace(RunDirectory(out).checkpoint(), meta={})).prompt("hello") == plain
+    trained = replace(RunDirectory(out).checkpoint(), meta={})
+    for source, begins in (("", False), ("{{ messages[0].content }}", False), ("{{ bos_token }}", True)):
+        if source:
+            (out / "chat_template.jinja").write_text(source)
+        assert tokenizer_of(out, trained).prompt("hello") == [*[0] * begins, *plain]
 
 
 def _numel(tensor: torch.Tensor) -> int:

@@ -12,6 +12,7 @@ import torch
 
 from covering import also_whole
 from phalanx.check.job import problems_of
+from phalanx.check.start import KEPT
 from phalanx.config.cluster import Cluster
 from phalanx.config.clusters import cluster_of
 from phalanx.config.job import Checkpoint, Data, GrpoOptions, Job, Optimizer, RunOptions, Train
@@ -144,6 +145,17 @@ def test_a_run_resumes_bit_by_bit_between_batches(ranks, alone):
     assert curve(broken) == curve(alone)
     [message] = ranks(failing, 1, change(broken, "train", steps=6, grpo=options(broken, updates=3)))
     assert "resumes after step 4, 1 updates into a batch of completions" in message
+
+
+def test_completions_end_with_the_tokens_that_the_imported_model_names(ranks, job):
+    """Here with any token: of training and validation alike, each has one."""
+    ends = change(change(job, "run", name="ends"), "train", steps=2)
+    kept = Path(job.run.dir) / "ends" / KEPT
+    kept.mkdir(parents=True)
+    (kept / "generation_config.json").write_text(json.dumps({"eos_token_id": [*range(256)]}))
+    ranks(train, 1, ends)
+    assert {row["length"] for row in rows(ends, "step")} == {1.0}
+    assert {row["val_length"] for row in rows(ends, "validation")} == {1.0}
 
 
 def options(job: Job, **values) -> GrpoOptions:

@@ -19,7 +19,7 @@ from safetensors.torch import load_file as load_arrays
 
 from checkpoint.trained import small_job
 from covering import also_whole
-from exchange.folders import LLAMA, write_folder, write_tensors
+from exchange.folders import LLAMA, begin_texts, write_folder, write_tensors
 from phalanx.axes.catalogue import unbalanced
 from phalanx.check.job import problems_of
 from phalanx.check.load import load_words
@@ -528,6 +528,21 @@ def test_what_fits_but_differs_is_told(tmp_path):
     found = list(notices(job, ByteTokenizer()))
     assert "rope_theta is 10000.0" in found[0]
     assert "the tokenizer differs" in found[1]
+
+
+def test_texts_that_begin_otherwise_than_those_of_the_tokenizer_are_told(tmp_path):
+    write_folder(tmp_path / "theirs")
+    begin_texts(tmp_path / "theirs")
+    said = []
+    for words in (
+        "corpus=stdlib",
+        "corpus=chat data.path=x data.template=raw",
+        "corpus=chat data.path=x template=llama3",
+    ):
+        job = load_words(overrides.parse([f"model.from={tmp_path / 'theirs'}", *words.split()])).job
+        said.append([*notices(job, Tokenizer.load(tmp_path / "theirs"))])
+    without = "texts begin without <|endoftext|>, with which the tokenizer's own begin"
+    assert said == [[without], [f"{without}: write {{{{ bos_token }}}} first in a copy of data.template"], []]
 
 
 def test_small_files_go_along_with_the_weights_unless_the_tokenizer_is_another(job, tmp_path):

@@ -147,9 +147,16 @@ def test_replicas_that_take_samples_in_turn_have_no_readers(words):
 
 def test_predictions_say_what_they_assume_of_readers():
     said = "data.readers=auto: chosen by measuring when a run starts; predictions take data for read ahead"
-    words = "model=tiny global_batch=8 dp_replicate=2"
-    assert said in load_words(overrides.parse(f"{words} data.readers=auto".split())).answers
-    assert said not in load_words(overrides.parse(f"{words} data.readers=1".split())).answers
+    words = "model=tiny global_batch=8"
+    assert said in load_words(overrides.parse(f"{words} dp_replicate=2 data.readers=auto".split())).answers
+    assert said not in load_words(overrides.parse(f"{words} dp_replicate=2 data.readers=1".split())).answers
+    assert not any(
+        "readers" in each
+        for each in load_words(overrides.parse(f"{words} dp_replicate=2 data.readers=2".split())).answers
+    )
+    for ranks, who in ((2, "each of the 2 data ranks reads"), (1, "the one data rank reads")):
+        answers = load_words(overrides.parse(f"{words} dp_replicate={ranks} data.readers=3".split())).answers
+        assert f"data.readers=3: {who} its own samples, and more cannot" in answers
 
 
 def test_a_job_that_loses_data_ranks_keeps_its_readers(ranks, job):

@@ -136,6 +136,14 @@ CONDITIONS: dict[str, Condition] = {
     "model.rotary_fraction": _ROTARY,
     "model.rotary_pairs": _ROTARY,
     "model.nope_every": _ROTARY,
+    "model.window": (
+        lambda job: any(map(job.model.window_of, range(job.model.n_layers))),
+        "is for layers with a window, of which model.full_every=1, or a pattern of full alone, leaves none",
+    ),
+    "model.full_every": (
+        lambda job: job.model.full_every <= job.model.n_layers,
+        "is for models of at least as many layers: no layer attends to all keys",
+    ),
     "model.window_kind": above("model.window"),
     **{f"model.query_growth.{name}": above("model.query_growth.rate") for name in ("length", "first")},
     "layout.zero": (

@@ -374,7 +374,7 @@ def resolve(
     found += [_at(path, message, origins) for path, message in problems_found]
     if found:
         raise JobError(found)
-    answers += filter(None, (not_trained(job.model), _READERS * (job.data.readers == "auto")))
+    answers += filter(None, (not_trained(job.model), _readers(job)))
     if presets and not _states_all("model", settings) and (rows := _rows_that_give_way(job)):
         answers.append(rows)
     if batch := equation(job, derived):
@@ -386,7 +386,15 @@ def resolve(
     return LoadedJob(job, origins, answers)
 
 
-_READERS = "data.readers=auto: chosen by measuring when a run starts; predictions take data for read ahead"
+def _readers(job: Job) -> str:
+    """Returns a word on ranks that read for others, where they are measured or fewer than data.readers; or nothing."""
+    most, ranks = job.data.readers, job.layout.data_ranks
+    if most == "auto":
+        return "data.readers=auto: chosen by measuring when a run starts; predictions take data for read ahead"
+    if most <= ranks or job.layout.auto:
+        return ""
+    one = "the one data rank reads" if ranks == 1 else f"each of the {ranks} data ranks reads"
+    return f"data.readers={most}: {one} its own samples, and more cannot"
 
 
 def _rows_that_give_way(job: Job) -> str:

@@ -459,8 +459,9 @@ def perplexities(found: Sequence[Perplexity]) -> str:
         start = (each.run, f"{each.step}", each.text, each.split, f"{each.tokens:,}", size)
         rows.append((*start, f"{each.loss:.4f}", f"{each.perplexity:.4g}", *per_byte))
     lines = aligned(rows, "lrllrrrrrr")
-    rules = dict.fromkeys((each.context, each.stride) for each in found)
-    lines += [f"windows of {context:,} tokens every {stride:,}; losses in nats" for context, stride in rules]
+    for context, stride, begin in dict.fromkeys((each.context, each.stride, each.begins_with) for each in found):
+        begun = f", each beginning with {begin}" if begin else ""
+        lines.append(f"windows of {context:,} tokens every {stride:,}{begun}; losses in nats")
     return "\n".join(lines)
 
 

@@ -115,7 +115,11 @@ MORE = (
 
 def command() -> int:
     """Runs the command line and returns the exit code, unless torch's modules are there, which are slow to end."""
-    code = main()
+    try:
+        code = main()
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # nothing is left to interrupt
+    except KeyboardInterrupt:  # after the verb, while its output is written
+        code = _interrupted()
     if "torch" in sys.modules:
         from phalanx.launch.lifeline import leave
 
@@ -157,8 +161,12 @@ def told(work: Callable[[], int]) -> int:
         echo(message_of(error), file=sys.stderr, wrap=True)
         return error.exit_code
     except KeyboardInterrupt:
-        echo("phalanx: interrupted", file=sys.stderr)
-        return 128 + signal.SIGINT
+        return _interrupted()
+
+
+def _interrupted() -> int:
+    echo("phalanx: interrupted", file=sys.stderr)
+    return 128 + signal.SIGINT
 
 
 def _escape_what_the_locale_lacks() -> None:

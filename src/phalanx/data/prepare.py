@@ -22,7 +22,7 @@ from typing import Any, TextIO, TypeVar
 import numpy as np
 
 from phalanx.check.job import data_problems
-from phalanx.config.corpora import CORPORA, TOKENIZERS, corpus_of, number_of
+from phalanx.config.corpora import CORPORA, END_OF_TEXT, TOKENIZERS, corpus_of, number_of
 from phalanx.config.job import Data
 from phalanx.data import corpus
 from phalanx.data.corpus import Scan, Segment
@@ -53,6 +53,7 @@ from phalanx.data.template import find_template
 from phalanx.data.tokenizer import (
     FORMAT,
     LARGEST_VOCABULARY,
+    LibraryTokenizer,
     NumberTokenizer,
     Tokenizer,
     read_definition,
@@ -593,6 +594,10 @@ def _build_text(folder: Path, data: Data, old: Index | None, progress: Progress)
     )
     parts = partial(_texts, files, data, _cut(scan, data))
     tokenizer = _stored_tokenizer(folder, old, record) or _make_tokenizer(data, scan.counts, parts, progress)
+    if isinstance(tokenizer, LibraryTokenizer) and not tokenizer.end and scan.documents > 1:
+        known = f"none of {', '.join(END_OF_TEXT)}, and no tokenizer_config.json beside it names its eos_token"
+        said = f"{data.tokenizer} has {known}: a newline separates its {scan.documents:,} documents"
+        progress(said, 0, 0)
     index = _begin(folder, data, record, tokenizer)
     size = max(SHARD_CHARACTERS, scan.characters // MAX_SHARDS)
     workers = min(cores(data.workers), -(-scan.characters // size))

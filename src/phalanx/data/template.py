@@ -532,6 +532,10 @@ class ChatTemplate:
         """Whether the template asks for the day."""
         return "strftime_now" in self.source
 
+    def begins_with(self, first: str) -> bool:
+        """Returns whether the template writes `first`, the text of the tokens that a tokenizer puts before texts."""
+        return "bos_token" in self.source or first in self.source
+
     @property
     def fingerprint(self) -> str:
         """sha256 (hex): equal fingerprints make the same texts."""

@@ -55,7 +55,7 @@ def parts_of(
     unknown = next((token for token, kind in zip(tokens, types, strict=False) if kind == UNKNOWN), None)
     to_space = {"type": "Replace", "pattern": {"String": SPACE}, "content": " "}
     trimmed = metadata.get("tokenizer.ggml.remove_extra_whitespaces") is True
-    first = [{"type": "Prepend", "prepend": SPACE}] if prefix else []
+    first = [_PREFIX] if prefix else []
     strip = [{"type": "Strip", "content": " ", "start": 1, "stop": 0}] if prefix or trimmed else []
     before = [*_mapped(metadata.get("tokenizer.ggml.precompiled_charsmap", b"")), *(_TRIMMED if trimmed else ())]
     normalizers = [*before, *first, {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}]
@@ -86,6 +86,10 @@ def _bpe(tokens: Sequence[str], merges: Sequence[Sequence[str]], **more: Any) ->
     return usual | more
 
 
+_PREFIX = {"type": "Prepend", "prepend": SPACE}
+"""add_dummy_prefix: every text between special tokens begins with a space, as SentencePiece has it."""
+_PREFIX_ONCE = {"type": "Metaspace", "replacement": SPACE, "prepend_scheme": "first", "split": False}
+"""The same where transformers' `legacy` is false: only what no special token precedes does, unless it has a space."""
 _TRIMMED = (
     {"type": "Replace", "pattern": {"Regex": rf"\A +|[ {SPACE}]+\z"}, "content": ""},
     {"type": "Replace", "pattern": {"Regex": " {2,}"}, "content": " "},
@@ -391,7 +395,7 @@ def definition_at(file: Path) -> str:
 def _with_tokens_beside(definition: str, file: Path) -> str:
     """Returns a tokenizer.json with the tokens that transformers added to those of a file, and wrote beside it into
     tokenizer_config.json, once into added_tokens.json. Raises DataError for ids that do not follow."""
-    beside, tokens = file.with_name(TOKENIZER_CONFIG), dict[int, dict[str, Any]]()
+    beside, tokens, config = file.with_name(TOKENIZER_CONFIG), dict[int, dict[str, Any]](), dict[str, Any]()
     try:
         config = read_json(beside) if os.path.exists(beside) else {}
         if listed := config.get("added_tokens_decoder"):
@@ -401,6 +405,11 @@ def _with_tokens_beside(definition: str, file: Path) -> str:
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise DataError(f"{beside}: no tokens added to those of {file.name}: {error}") from None
     stored = json.loads(definition)
+    if config.get("legacy") is False and _PREFIX in (stored["normalizer"] or {}).get("normalizers", ()):
+        stored["normalizer"]["normalizers"].remove(_PREFIX)
+        stored["pre_tokenizer"] = _PREFIX_ONCE
+    if config.get("add_bos_token") is False and (stored["post_processor"] or {}).get("type") == "TemplateProcessing":
+        stored["post_processor"] = None
     vocabulary, added = stored["model"]["vocab"], {each["content"]: each for each in stored["added_tokens"]}
     ids = dict(vocabulary) if isinstance(vocabulary, dict) else {text: n for n, (text, _) in enumerate(vocabulary)}
     for number, token in sorted(tokens.items()):

@@ -12,16 +12,16 @@ import os
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from phalanx.bounded import parse_json, read_bytes
+from phalanx.bounded import parse_json, read_json, read_text
 from phalanx.check.model import BOUNDS
-from phalanx.config.corpora import END_OF_TEXT, END_OF_TURN, TOKENIZERS, tokenizer_in
+from phalanx.config.corpora import END_OF_TEXT, END_OF_TURN, TOKENIZER_CONFIG, TOKENIZERS, tokenizer_in
 from phalanx.config.job import Data
 from phalanx.data.corpus import code_points
 from phalanx.data.files import write_atomic
@@ -111,9 +111,9 @@ class Tokenizer(ABC):
         if os.path.isfile(file) and (file.name == "tekken.json" or file.suffix in (".model", ".tiktoken")):
             from phalanx.data.token_table import definition_at  # few need it
 
-            return LibraryTokenizer(definition_at(file), str(file))
+            return LibraryTokenizer(definition_at(file), str(file), _end_beside(file))
         try:
-            text = read_bytes(file).decode()
+            text = read_text(file)
             stored = parse_json(text)
         except FileNotFoundError:
             raise NotFoundError(
@@ -125,7 +125,16 @@ class Tokenizer(ABC):
             raise DataError(f"{file} is not JSON and so no tokenizer: {error}") from error
         if isinstance(stored, dict) and stored.get("format") == FORMAT:
             return _from_definition(stored, file)
-        return LibraryTokenizer(text, str(file))
+        return LibraryTokenizer(text, str(file), _end_beside(file))
+
+
+def _end_beside(file: Path) -> str:
+    """Returns the token that ends a text by the tokenizer_config.json beside a tokenizer's file; empty if none does."""
+    with suppress(OSError, ValueError, AttributeError):
+        named = read_json(file.with_name(TOKENIZER_CONFIG)).get("eos_token")
+        named = named.get("content") if isinstance(named, dict) else named
+        return named if isinstance(named, str) else ""
+    return ""
 
 
 class CharTokenizer(Tokenizer):
@@ -213,7 +222,8 @@ class LibraryTokenizer(Tokenizer):
 
     slow = True
 
-    def __init__(self, definition: str, name: str):
+    def __init__(self, definition: str, name: str, end: str = ""):
+        """`end` is the token that ends a text in a vocabulary that has none of END_OF_TEXT."""
         self._definition, self._name = definition, name
         self._tokenizer = self._load()
         self._tokenizer.encode_special_tokens = True  # "<|endoftext|>" in a corpus is text, not the end of one
@@ -222,9 +232,11 @@ class LibraryTokenizer(Tokenizer):
         if not self.vocab_size:
             raise DataError(f"{name}: the tokenizer has no tokens")
         _check_vocabulary(self.vocab_size, name)
-        end = next((ids[token] for token in END_OF_TEXT if token in ids), None)
-        self.end_ids = tuple(ids[token] for token in (*END_OF_TEXT, *END_OF_TURN) if token in ids)
-        self.separator = tuple(self.encode("\n").tolist()) if end is None else (end,)
+        ends = [token for token in END_OF_TEXT if token in ids] or [end] * (end in ids)
+        self.end = ends[0] if ends else ""
+        """The token between two documents; empty: there is none, and a newline is."""
+        self.end_ids = tuple(ids[token] for token in dict.fromkeys((*ends, *END_OF_TURN)) if token in ids)
+        self.separator = (ids[self.end],) if ends else tuple(self.encode("\n").tolist())
 
     def encode(self, text: str) -> np.ndarray:
         _encoded(text, "utf-8")  # the library would raise a TypeError
@@ -256,6 +268,16 @@ class LibraryTokenizer(Tokenizer):
 
     def definition(self) -> str:
         return self._definition
+
+    @property
+    def fingerprint(self) -> str:
+        named = "" if self.end in END_OF_TEXT else self.end
+        return hashlib.sha256((self._definition + named).encode()).hexdigest()
+
+    def save(self, folder: Path) -> None:
+        super().save(folder)
+        if self.end and self.end not in END_OF_TEXT and not os.path.exists(folder / TOKENIZER_CONFIG):
+            write_atomic(folder / TOKENIZER_CONFIG, json.dumps({"eos_token": self.end}).encode())
 
     def first_ids(self) -> tuple[int, ...]:
         with self._failing_to("encode a text"):

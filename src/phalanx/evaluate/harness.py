@@ -63,10 +63,10 @@ class RequestScorer:
         return self.decoder.config.seq_len
 
     @property
-    def prefix(self) -> int:
-        """The token before a text that has nothing before it: the end of a document, or token 0."""
-        separator = self.tokenizer.separator
-        return separator[-1] if separator else 0
+    def prefix(self) -> Sequence[int]:
+        """The tokens before a text that has nothing before it: those with which the model's texts begin, or the end of
+        a document, or token 0."""
+        return self.tokenizer.begin_ids or self.tokenizer.separator[-1:] or (0,)
 
     def likelihoods(self, pairs: Sequence[tuple[str, str]]) -> list[Likelihood]:
         """Returns the likelihood of each continuation after its context: pairs of texts. A context that is too long
@@ -76,7 +76,8 @@ class RequestScorer:
         for before, after in pairs:
             stripped = before.rstrip()
             whole, own = self._encoded(before + after), len(self._encoded(stripped)) if stripped else 0
-            tokens = np.concatenate(([self.prefix], whole)) if own == 0 else whole
+            first = self.prefix if own == 0 else self._begin
+            tokens = np.concatenate((np.array(first, dtype=np.int64), whole))
             scored = len(whole) - own
             tokens = tokens[-(self.context + 1) :] if scored <= self.context else tokens
             texts.append((tokens, list(_last(len(tokens), self.context, scored))))
@@ -86,13 +87,13 @@ class RequestScorer:
         """Returns the log-likelihood of each whole text, from the prefix token on, in windows that do not overlap."""
         found = []
         for text in texts:
-            tokens = np.concatenate(([self.prefix], self._encoded(text)))
+            tokens = np.concatenate((self.prefix, self._encoded(text)))
             found.append((tokens, list(windows(len(tokens), self.context, self.context))))
         return [each.value for each in self._scored(found)]
 
     def continuations(self, prompts: Sequence[Prompt]) -> list[str]:
         """Returns the text that follows each prompt, up to the first of its stops, or an end-of-text token."""
-        ids = [self._encoded(prompt.text).tolist() if prompt.text else [self.prefix] for prompt in prompts]
+        ids = [[*self._begin, *self._encoded(each.text).tolist()] if each.text else [*self.prefix] for each in prompts]
         ends = [self.chat.end] if self.chat and self.chat.end else []
         requests = [
             TextRequest(
@@ -105,6 +106,11 @@ class RequestScorer:
         ]
         Engine(self.decoder, max_batch=self.batch_size).run(requests)
         return [request.stream.text for request in requests]
+
+    @property
+    def _begin(self) -> Sequence[int]:
+        """The tokens before every text; a chat template writes them itself."""
+        return () if self.chat else self.tokenizer.begin_ids
 
     def _encoded(self, text: str) -> np.ndarray:
         return self.tokenizer.encode(text) if self.chat is None else np.array(self.chat.encode(text), dtype=np.int64)

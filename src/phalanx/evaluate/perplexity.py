@@ -23,7 +23,7 @@ from phalanx.data.tokenizer import Tokenizer
 from phalanx.errors import JobError
 from phalanx.evaluate import text as windows
 from phalanx.evaluate.text import ScoredConversations, ScoredText, ScoringOptions, scoring_job
-from phalanx.generate.load import find_on_ranks, vocabulary_of
+from phalanx.generate.load import find_on_ranks, tokenizer_of, vocabulary_of
 from phalanx.parallel import mesh as meshes
 from phalanx.parallel.mesh import Mesh
 from phalanx.parallel.objective import MicroTensors
@@ -50,6 +50,8 @@ class Perplexity:
     """Bytes of the text; None for tokens without text."""
     loss: float
     """Mean over the scored tokens, in nats."""
+    begins_with: str = ""
+    """The text of the tokens with which every window begins, as those of an imported model do: "<s>"."""
 
     @property
     def perplexity(self) -> float:
@@ -87,7 +89,7 @@ def score(
     `generate.load.find`, JobError, and DataError."""
     manifest = find_on_ranks(run, step)
     job = scoring_job(manifest, scoring, device.type)
-    tokenizer = Tokenizer.load(run)
+    tokenizer = tokenizer_of(run, manifest)
     texts = on_every_rank(lambda: read(job_of(manifest), tokenizer))
     mesh = meshes.build(job.layout, device.type)
     stepper = Stepper(job, mesh, device, vocabulary_of(manifest))
@@ -110,14 +112,12 @@ def score(
     rows = mesh.data_ranks * job.layout.micro_batch
     found = []
     for text in texts:
-        samples = _samples(text, scoring, job, mesh, separator)
+        samples = _samples(text, scoring, job, mesh, separator, tokenizer.begin_ids)
         words, total = f"scoring {run}" + (f" on {text.name}" if len(texts) > 1 else ""), -(-samples.count // rows)
         loss = validation_loss(stepper.replica, mesh, tensors(samples.batches, words, total), device)
         assert loss is not None, "nothing stops it"
-        window = samples.context, samples.stride
-        found.append(
-            Perplexity(str(run), manifest.step, text.name, text.split, *window, samples.scored, text.bytes, loss)
-        )
+        facts = samples.context, samples.stride, samples.scored, text.bytes, loss, tokenizer.decode(samples.begin)
+        found.append(Perplexity(str(run), manifest.step, text.name, text.split, *facts))
     return found
 
 
@@ -132,10 +132,17 @@ class _Samples:
     """Tokens that they score."""
     context: int
     stride: int
+    begin: Sequence[int] = ()
+    """Ids with which each window begins."""
 
 
 def _samples(
-    text: ScoredText | ScoredConversations, scoring: ScoringOptions, job: Job, mesh: Mesh, separator: Sequence[int]
+    text: ScoredText | ScoredConversations,
+    scoring: ScoringOptions,
+    job: Job,
+    mesh: Mesh,
+    separator: Sequence[int],
+    begin: Sequence[int],
 ) -> _Samples:
     """Returns this rank's windows of a text, or its conversations. Raises JobError for windows over conversations."""
     micro, seq_len = job.layout.micro_batch, job.model.seq_len
@@ -145,10 +152,12 @@ def _samples(
         data, count = text.samples, text.samples.sample_count
         own = evaluation_batches(data, samples=count, micro_batch=micro, rank=mesh.data_rank, ranks=mesh.data_ranks)
         return _Samples(own, count, data.valid_tokens(0, count, 0), seq_len, seq_len)
-    context, stride = windows.legal_stride(scoring.context, scoring.stride, seq_len)
-    found = list(windows.windows(len(text.tokens), context, stride))
+    again = tuple(text.tokens[: len(begin)].tolist()) == tuple(begin)  # tokens that another program made
+    tokens = text.tokens[len(begin) if again else 0 :]
+    context, stride = windows.legal_stride(scoring.context, scoring.stride, seq_len, len(begin))
+    found = list(windows.windows(len(begin) + len(tokens), context, stride, len(begin)))
     own = windows.batches(
-        text.tokens,
+        tokens,
         found,
         context=context,
         micro_batch=micro,
@@ -156,5 +165,6 @@ def _samples(
         ranks=mesh.data_ranks,
         separator=separator,
         documents=text.documents if job.data.document_mask else None,
+        begin=begin,
     )
-    return _Samples(own, len(found), sum(window.scored for window in found), context, stride)
+    return _Samples(own, len(found), sum(window.scored for window in found), context, stride, begin)

@@ -36,9 +36,10 @@ class ContextWindow:
     scored: int
 
 
-def windows(tokens: int, context: int, stride: int) -> Iterator[ContextWindow]:
-    """Yields the windows over a text of so many tokens, 1 ≤ stride ≤ context."""
-    predictions, done, start = tokens - 1, 0, 0
+def windows(tokens: int, context: int, stride: int, given: int = 1) -> Iterator[ContextWindow]:
+    """Yields the windows over a text of so many tokens, 1 ≤ stride ≤ context. The first `given` are not scored, and
+    neither are those of a window, of which they take the place: stride ≤ context + 1 - given."""
+    predictions, done, start = tokens - 1, max(0, given - 1), 0
     while done < predictions:
         end = min(start + context, predictions)
         yield ContextWindow(start, end - start, end - done)
@@ -52,13 +53,15 @@ def count(tokens: int, context: int, stride: int) -> int:
     return 0 if predictions < 1 else 1 + max(0, -(-(predictions - context) // stride))
 
 
-def legal_stride(context: int, stride: int, seq_len: int) -> tuple[int, int]:
-    """Returns context and stride, where 0 means seq_len and the context. Raises JobError with every problem."""
-    context = context or seq_len
-    legal = min(max(context, 1), seq_len)
+def legal_stride(context: int, stride: int, seq_len: int, given: int = 1) -> tuple[int, int]:
+    """Returns context and stride, where 0 means seq_len and the context, of which `given` tokens begin each window.
+    Raises JobError with every problem."""
+    least, context = max(1, given), context or seq_len
+    legal = min(max(context, least), seq_len)
     problems = []
-    if not 1 <= context <= seq_len:
-        problems.append(f"1 ≤ --context {context} ≤ seq_len {seq_len} does not hold; nearest legal: {legal}")
+    if not least <= context <= seq_len:
+        problems.append(f"{least} ≤ --context {context} ≤ seq_len {seq_len} does not hold; nearest legal: {legal}")
+    legal -= least - 1
     stride = stride or legal
     if not 1 <= stride <= legal:
         problems.append(
@@ -80,8 +83,10 @@ def batches(
     ranks: int = 1,
     separator: Sequence[int] = (),
     documents: np.ndarray | None = None,
+    begin: Sequence[int] = (),
 ) -> Iterator[MicroBatch]:
-    """Yields the micro-batches of one of `ranks` over the windows of `tokens` (n,).
+    """Yields the micro-batches of one of `ranks` over the windows of `begin` and `tokens` (n,). Windows after the first
+    have `begin` in place of their first tokens.
 
     Every rank gets the same number of micro-batches, as collectives require. Rows and ends of windows that are padded,
     and predictions that an earlier window scored, have IGNORE as their target. With a `separator`, or the number of
@@ -92,6 +97,9 @@ def batches(
             matches = tokens == token
             ends &= np.concatenate((np.zeros(min(back, len(tokens)), dtype=bool), matches[: len(tokens) - back]))
         documents = ends.cumsum() - ends
+    if begin:
+        tokens = np.concatenate((begin, tokens))
+        documents = documents if documents is None else np.concatenate((documents[:1].repeat(len(begin)), documents))
     for first in range(0, len(found), ranks * micro_batch):
         own = list(islice(found, first + rank * micro_batch, first + (rank + 1) * micro_batch))
         inputs = np.zeros((micro_batch, context), dtype=np.int64)
@@ -100,6 +108,7 @@ def batches(
         for row, window in enumerate(own):
             end = window.start + window.length
             inputs[row, : window.length] = tokens[window.start : end]
+            inputs[row, : len(begin)] = begin
             scored = slice(window.length - window.scored, window.length)
             targets[row, scored] = tokens[end + 1 - window.scored : end + 1]
             if documents is not None:

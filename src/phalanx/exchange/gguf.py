@@ -639,7 +639,8 @@ def import_gguf(
         return as_type(source.read(name), kind, f"{path}: {name}")
 
     try:
-        tokenizer: Tokenizer | None = LibraryTokenizer(definition_of(metadata, path), str(path))
+        definition, end = definition_of(metadata, path), settings_of(metadata).get("eos_token", "")
+        tokenizer: Tokenizer | None = LibraryTokenizer(definition, str(path), end)
     except DataError as error:  # the weights are of use without it
         tokenizer = None
         notes.append(str(error))

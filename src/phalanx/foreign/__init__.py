@@ -17,4 +17,6 @@ A format is a table of names, a small module, and a line in `read.py`:
    cost/frameworks.yaml. `written(theirs, layout)` is the inverse for names with a rule, for `write_back`; plain ones of
    `layout.` fields are inverted by the table.
 3. Its `FORMAT` is added to `FORMATS` in read.py, its tests to tests/foreign/, its example to tests/fuzz/loaders.py.
+
+Programs whose files are only named, with what to write instead, stand in unread.yaml.
 """

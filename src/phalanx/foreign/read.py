@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import re
 import tomllib
-from collections.abc import Sequence
-from dataclasses import fields
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from phalanx.bounded import read_text
-from phalanx.config import yaml_file
+from phalanx.config import values, yaml_file
 from phalanx.config.fields import sections
 from phalanx.config.layout import Layout
 from phalanx.errors import JobError
@@ -33,12 +34,57 @@ FORMATS: tuple[frame.ForeignFormat, ...] = (
 """The known formats. The first that recognises a file reads it."""
 
 
+@dataclass(frozen=True)
+class UnreadFormat:
+    """A program whose configuration files are named, and not read."""
+
+    source: str
+    """The page that documents them."""
+    fields: Mapping[str, str]
+    """The field of a job that each of their values becomes."""
+    keys: tuple[str, ...] = ()
+    """Sets of keys of the first level that only theirs have together, with _ for -."""
+    text: str = ""
+    """A pattern that only their files match."""
+    way: str = ""
+    """What else helps."""
+
+    def recognises(self, source: frame.Source) -> bool:
+        """Returns whether a file is theirs."""
+        keys = {key.replace("-", "_") for key in source.keys}
+        return any(keys.issuperset(each.split()) for each in self.keys) or bool(
+            self.text and re.search(self.text, source.text)
+        )
+
+
+UNREAD = {
+    name: values.read_as(UnreadFormat, stored, f"unread.yaml: {name}")
+    for name, stored in values.yaml_data(__file__, "unread.yaml").items()
+}
+
+
+def _unread(source: frame.Source) -> str:
+    """Returns which program a file is of that none is read of, and what to write instead; nothing of others."""
+    for name, each in UNREAD.items():
+        if each.recognises(source):
+            fields = ", ".join(f"{theirs} is {ours}" for theirs, ours in each.fields.items())
+            hub = "model.from (a folder, or a run of `phalanx import hf hub:OWNER/NAME --out RUN`)"
+            return (
+                f"{source.path}: is a configuration of {name}, which Phalanx does not read: write a job file "
+                f"(`phalanx init` begins one), in which {fields.replace('model.from', hub)}{'; ' * bool(each.way)}"
+                f"{each.way}"
+            )
+    return ""
+
+
 def read(path: Path, problems: list[str] | None = None) -> frame.ForeignJob:
     """Returns a file of another framework as a job. Nothing in it is executed. Raises JobError with every problem;
     those of single values are added to `problems` instead, if given."""
     source = _source(path)
     if source.keys >= {"model_type", "architectures"}:
         raise JobError(f"{path}: describes a model of Hugging Face, not a run; take it as model=hf:{path}")
+    if unread := _unread(source):
+        raise JobError(unread)
     found = next((each for each in FORMATS if each.recognises(source)), None)
     if found is None and path.suffix == ".toml":
         try:
@@ -71,6 +117,8 @@ def recognised(path: Path) -> str:
         if {"model_type", "hidden_size"} <= source.keys:
             return f"{path}: describes a model of Hugging Face, not a run; take it as model=hf:{path}"
         ours = source.keys and source.keys <= {section.partition(".")[0] for section in sections()}
+        if not ours and (unread := _unread(source)):
+            return unread
         kind = "" if ours else next((each.kind for each in FORMATS if each.recognises(source)), "")
     except (JobError, RecursionError):
         return ""

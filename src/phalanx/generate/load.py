@@ -19,7 +19,7 @@ from phalanx.checkpoint.inventory import check
 from phalanx.checkpoint.manifest import Box, Manifest, job_of
 from phalanx.checkpoint.shard_file import Reader
 from phalanx.comm.agree import on_rank_zero
-from phalanx.data.template import ChatPrompts
+from phalanx.data.template import ChatPrompts, own_template
 from phalanx.data.tokenizer import FILE, LARGEST_VOCABULARY, Tokenizer
 from phalanx.errors import CheckpointError, JobError, NotFoundError, PhalanxError
 from phalanx.generate.decoder import Decoder
@@ -84,21 +84,27 @@ def load_run(path: Path, step: int = 0, device: str = "auto") -> LoadedRun:
 
 def tokenizer_of(run: Path, manifest: Manifest) -> Tokenizer:
     """Returns the tokenizer of a run's checkpoint. Of an imported model, prompts begin as its tokenizer begins texts
-    (`<s>`), and texts also end with the tokens that its settings name (eos_token_id); after training here only the
-    latter. Raises NotFoundError if there is no tokenizer."""
+    (`<s>`), and texts also end with the tokens that its settings name (eos_token_id); after training here the former
+    only if the chat template of that writes the same. Raises NotFoundError if there is no tokenizer."""
     if not os.path.isfile(run / FILE):
         raise NotFoundError(f"{run} has no {FILE}: put that of its model there")
     tokenizer = Tokenizer.load(run)
-    if "imported" in manifest.meta:
-        tokenizer.begin_ids = tokenizer.first_ids()
+    begin, template = tokenizer.first_ids(), own_template(run)
+    if begin and ("imported" in manifest.meta or (template and template.begins_with(tokenizer.decode(begin)))):
+        tokenizer.begin_ids = begin
+    tokenizer.end_ids = (*tokenizer.end_ids, *named_ends(run))
+    return tokenizer
+
+
+def named_ends(run: Path) -> list[int]:
+    """Returns the tokens that end a text by the settings of the model that a run was imported from, or started from
+    (eos_token_id, of generation_config.json or else of config.json)."""
     for name in ("generation_config.json", "config.json"):  # as in transformers, the first states them for the second
         with suppress(OSError, ValueError, AttributeError):
             found = read_json(run / KEPT / name).get("eos_token_id")
-            listed = [each for each in (found if isinstance(found, list) else [found]) if isinstance(each, int)]
-            tokenizer.end_ids = tuple(dict.fromkeys((*tokenizer.end_ids, *listed)))
-            if listed:
-                break
-    return tokenizer
+            if listed := [each for each in (found if isinstance(found, list) else [found]) if isinstance(each, int)]:
+                return listed
+    return []
 
 
 def in_chat(loaded: LoadedRun, path: Path) -> LoadedRun:

@@ -37,6 +37,7 @@ from phalanx.data.packing import PADDING
 from phalanx.errors import JobError, RunError
 from phalanx.generate.decoder import Decoder
 from phalanx.generate.engine import Engine, GenerationRequest, draw
+from phalanx.generate.load import named_ends
 from phalanx.generate.sampling import Sampling
 from phalanx.launch.watchdog import heartbeat
 from phalanx.launch.watchdog.heartbeat import Phase
@@ -179,6 +180,7 @@ class Rollouts:
         assert isinstance(data, PromptData), "the job has prompts"
         assert isinstance(stepper.replica.objective.compared, PolicyLoss), "and its loss is theirs"
         self.stepper, self.data, self.directory = stepper, data, directory
+        data.tokenizer.end_ids += (*on_rank_zero(lambda: named_ends(directory.path)),)
         self.policy = stepper.replica.objective.compared
         self.job, self.mesh, self.options = stepper.job, stepper.mesh, stepper.job.train.grpo
         self.batch = batch.solve(self.job.train.global_batch, self.job.layout)
@@ -408,6 +410,7 @@ class Rollouts:
         """Returns the mean reward of the likeliest completions of some prompts of `data`, spread evenly."""
         assert isinstance(data, PromptData), "the splits of a data set are alike"
         trained, self.data = self.data, data
+        data.tokenizer.end_ids = trained.tokenizer.end_ids
         try:
             rows = min(self.job.train.eval_samples, data.sample_count)
             ids, greedy = data.spread(np.arange(rows), rows), Sampling(self.options.max_new_tokens, temperature=0)

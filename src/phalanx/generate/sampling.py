@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from phalanx.bounded import parse_json, read_bytes
+from phalanx.bounded import parse_json, read_text
 from phalanx.errors import DataError, NotFoundError
 from phalanx.nearest import near_file
 
@@ -54,7 +55,7 @@ def read_prompts(path: Path) -> list[str]:
     """Returns the prompts of a file. In a .jsonl file each line is a JSON string, or an object with a `prompt`; in any
     other each line that is not blank is a prompt. Raises DataError with every line that is not one."""
     try:
-        lines = read_bytes(path).decode().splitlines()
+        lines = re.split(r"\r\n?|\n", read_text(path))  # other ends of lines may stand in a prompt
     except FileNotFoundError:
         raise NotFoundError(f"--prompts {path}: there is no such file{near_file(path)}") from None
     except UnicodeDecodeError as error:

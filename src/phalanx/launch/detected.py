@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from phalanx.errors import JobError
-from phalanx.launch.ranks import LaunchersDisagreeError, Ranks, ToldError, detect, lowest_evidence
+from phalanx.launch.ranks import LaunchersDisagreeError, NoSuchRankError, Ranks, ToldError, detect, lowest_evidence
 
 
 def detected(env: Mapping[str, str]) -> Ranks | None:
@@ -23,6 +23,8 @@ def detected(env: Mapping[str, str]) -> Ranks | None:
 
         with Meeting(error.claimed).agreed():
             raise
+    except NoSuchRankError:
+        raise
     except JobError as error:
         of_torchrun = env.get("LOCAL_RANK", "0") if "TORCHELASTIC_RUN_ID" in env else "0"
         if lowest_evidence(env) or of_torchrun != "0":

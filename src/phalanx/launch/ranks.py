@@ -81,6 +81,10 @@ class Ranks:
         return self.local_world == self.world
 
 
+class NoSuchRankError(JobError):
+    """A process has a rank that its launcher's own number of ranks excludes: rank 0 does not find that."""
+
+
 class LaunchersDisagreeError(JobError):
     def __init__(self, message: str, claimed: Ranks | None):
         super().__init__(message)
@@ -326,7 +330,8 @@ def _refuse_incomplete_variables(env: Mapping[str, str]) -> None:
             if row is _TORCHRUN
             else f"Start it with the launcher's own command, or unset {unset}."
         )
-        raise JobError(
+        excluded = not missing and (_number(env, row.rank) or 0) >= (_number(env, row.world) or 1)
+        raise (NoSuchRankError if excluded else JobError)(
             f"The environment describes one of several processes, but incompletely: {reason}.\n"
             f"  {row.source}: {_shown(row, env)}\n{hint}"
         )

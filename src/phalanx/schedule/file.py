@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import cast
 
-from phalanx.bounded import read_bytes
+from phalanx.bounded import read_text
 from phalanx.errors import MOST_PROBLEMS, JobError
 from phalanx.schedule.check import check
 from phalanx.schedule.schedule import MOST_ACTIONS, Action, Kind, Schedule
@@ -44,7 +44,7 @@ def text(schedule: Schedule) -> str:
 
 def _text_of(path: Path) -> str:
     try:
-        content = read_bytes(path, MOST_BYTES).decode("utf-8-sig")
+        content = read_text(path, MOST_BYTES)
     except UnicodeDecodeError as error:
         raise JobError(f"not a text file in UTF-8 (byte {error.start})") from None
     except OSError as error:

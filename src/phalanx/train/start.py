@@ -32,6 +32,7 @@ from phalanx.checkpoint.shard_file import Reader
 from phalanx.checkpoint.writer import share_of
 from phalanx.comm import calls
 from phalanx.comm.agree import gather_json, on_every_rank, on_rank_zero
+from phalanx.config.corpora import CORPORA
 from phalanx.config.hugging_face import config_json
 from phalanx.config.job import Job
 from phalanx.config.model import ModelConfig
@@ -39,7 +40,7 @@ from phalanx.config.presets import states_no_rows
 from phalanx.data.files import write_atomic
 from phalanx.data.loader import ShardData
 from phalanx.data.packing import RangeData
-from phalanx.data.template import own_template
+from phalanx.data.template import find_template, own_template
 from phalanx.data.tokenizer import Tokenizer
 from phalanx.errors import CheckpointError, DamagedCheckpointError, DataError, JobError, RunError
 from phalanx.exchange.folder import BESIDE, open_folder
@@ -199,6 +200,11 @@ def notices(job: Job, tokenizer: Tokenizer) -> Iterator[str]:
         yield f"model.{path} is {before} in {there.model.from_}, {here} here: its weights were trained for the former"
     if _another_tokenizer(there, tokenizer):
         yield f"the tokenizer differs from {there.tokenizer}: tokens have another meaning than in the weights"
+    if first := tokenizer.decode(tokenizer.first_ids()):
+        template = find_template(job.data) if CORPORA[job.data.corpus].rows is not None else None
+        if not (template and template.begins_with(first)):
+            mend = ": write {{ bos_token }} first in a copy of data.template" if template else ""
+            yield f"texts begin without {first}, with which the tokenizer's own begin{mend}"
 
 
 def _another_tokenizer(there: StartingPoint, tokenizer: Tokenizer) -> bool:

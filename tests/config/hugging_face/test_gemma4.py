@@ -64,6 +64,8 @@ def test_sizes_of_full_layers_are_read_from_either_spelling() -> None:
     assert (model.wide.head_dim, model.wide.n_kv_heads, model.values_are_keys) == (32, 2, True)
     each = {"attention_k_eq_v": True, "per_layer_config": {"5": {"head_dim": 32, "num_key_value_heads": 2}}}
     assert read(SMALL | {"global_head_dim": None} | each).model == model
+    for none in (None, {}):  # no layer has heads of its own then, whatever global_head_dim says
+        assert not read(SMALL | {"per_layer_config": none}).model.wide.head_dim
     # Without shared values transformers ignores the number of key/value heads.
     assert read(SMALL | {"num_global_key_value_heads": 2}).model.wide.n_kv_heads == 0
 

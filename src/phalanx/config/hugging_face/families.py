@@ -133,7 +133,7 @@ class FullHeads:
         size = source.take("global_head_dim", int, 512, least=1)
         keys = source.take("num_global_key_value_heads", int, 0) if shared else 0
         source.seen.add("num_global_key_value_heads")
-        if source.holds("per_layer_config"):
+        if source.names("per_layer_config"):  # null is for no layer, too
             size, keys = self._each(source, fields)
         own = fields["head_dim"] or fields["d_model"] // max(1, fields["n_heads"])
         fields["values_are_keys"] = shared
