@@ -496,11 +496,9 @@ class ChatPrompts:
     @property
     def end(self) -> str:
         """The text that ends an answer, "<|im_end|>" for example; empty if the template writes none."""
-        messages = [{"role": "user", "content": _QUESTION}, {"role": ANSWERS, "content": _ANSWER}]
         with self._lock:
             if self._end is None:
-                answers = [text for text, answer in self._renderer.parts(messages) if answer]
-                self._end = answers[-1].partition(_ANSWER)[2] if answers else ""
+                self._end = self._renderer.answer_end()
             return self._end
 
 
@@ -651,6 +649,12 @@ class Renderer:
         if self.template.trusted:
             return self._here().text(messages, generation_prompt=True)
         return self._ask({"messages": messages, "prompt": True})["text"]
+
+    def answer_end(self) -> str:
+        """Returns the text that ends an answer; empty if the template writes none. Raises ValueError as `parts`."""
+        messages = [{"role": "user", "content": _QUESTION}, {"role": ANSWERS, "content": _ANSWER}]
+        answers = [text for text, answer in self.parts(messages) if answer]
+        return answers[-1].partition(_ANSWER)[2] if answers else ""
 
     def close(self) -> None:
         """Ends the child process."""
