@@ -34,7 +34,7 @@ MOST_LINES = {
     "blocks": 3516,
     "check": 2173,
     "checkpoint": 4161,
-    "cli": 7695,
+    "cli": 7699,
     "comm": 2139,
     "config": 6733,
     "cost": 7440,
