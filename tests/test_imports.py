@@ -36,7 +36,7 @@ MOST_LINES = {
     "checkpoint": 4161,
     "cli": 7699,
     "comm": 2139,
-    "config": 6733,
+    "config": 6735,
     "cost": 7440,
     "data": 6913,
     "dryrun": 2705,
