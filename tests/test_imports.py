@@ -38,7 +38,7 @@ MOST_LINES = {
     "comm": 2139,
     "config": 6735,
     "cost": 7440,
-    "data": 6913,
+    "data": 6918,
     "dryrun": 2705,
     "evaluate": 688,
     "exchange": 2645,
