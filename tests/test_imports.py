@@ -56,7 +56,7 @@ MOST_LINES = {
     "report": 1682,
     "schedule": 2045,
     "serve": 830,
-    "simulate": 1235,
+    "simulate": 1236,
     "techniques": 1593,
     "trackers": 848,
     "train": 9891,
