@@ -145,6 +145,13 @@ def test_a_field_whose_kind_does_not_use_it_is_refused(words: str, said: str) ->
     assert said in str(caught.value)
 
 
+@pytest.mark.parametrize("switch", ["0", "1"])
+def test_a_budget_that_reads_like_a_switch_is_refused(switch: str) -> None:
+    """recompute=1 would keep everything, as torch's activation_memory_budget does, and recompute=0 nothing."""
+    with pytest.raises(JobError, match=f"layout.recompute={switch}: must be above 0 and below 1"):
+        load_words(parse([f"layout.recompute={switch}"]))
+
+
 def test_a_default_that_is_spelled_out_is_none() -> None:
     job = load_words(parse(["model.moe.z_loss=0", "data.packing=false", "optimizer.decay_fraction=0.2"])).job
     assert from_dict(as_dict(job), "itself") == job

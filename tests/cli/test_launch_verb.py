@@ -112,6 +112,16 @@ def test_a_dry_run_in_an_allocation_as_json(shell):
     assert words[-4:] == ["train.steps=5", "--json", "run.nnodes=2", "run.rdzv_endpoint=n1:12345"]
 
 
+@pytest.mark.parametrize(
+    ("content", "said"), [("a slots=1\nb slots=2\n", "slots: a 1"), ("a\na\nb:3\n", ""), ("a\nb\n", "")]
+)
+def test_hosts_with_fewer_slots_than_processes_are_said(shell, content, said):
+    (shell.folder / "hosts").write_text(content)
+    done = shell("job.yaml", "layout.dp_replicate=4", "train.global_batch=8", "--hostfile", "hosts", "--dry-run")
+    assert ("2 processes per node, and these hosts have fewer slots" in done.stderr) == bool(said)
+    assert said in done.stderr
+
+
 def test_everything_that_a_submission_lacks_is_said_at_once(shell):
     done = shell("job.yaml", "--submit", "pbs", "--site", "polaris", "--time", "x")
     assert done.returncode == 2

@@ -24,6 +24,7 @@ from phalanx.data.files import stderr_progress
 from phalanx.data.index import open_shards, read_index
 from phalanx.data.inspect import prepare_and_report
 from phalanx.data.loader import TokenData
+from phalanx.data.mixture import open_split
 from phalanx.data.prepare import prepare, split_segments
 from phalanx.data.settings import overrides, prepared_path
 from phalanx.data.tokenizer import Tokenizer, train_bpe
@@ -258,6 +259,24 @@ def test_a_tokenizer_file_without_an_end_of_text_is_said(data: Data, tmp_path: P
         assert any("a newline separates its 40 documents" in each for each in said) != named
         ends = Tokenizer.load(folder).separator
         assert ("document 0<|done|>document 1" in stream(folder, "train")) == named == (ends == (0,))
+
+
+@pytest.mark.parametrize("eos", ["<|done|>", "\n", ""])
+@pytest.mark.parametrize("name", ["tokenizer_config.json", "special_tokens_map.json"])
+def test_conversations_have_the_end_of_text_of_their_tokenizer(tmp_path: Path, name: str, eos: str) -> None:
+    """The settings that a template leaves beside the tokenizer of the shards make it no other one."""
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(json.dumps({"prompt": f"q{n}", "completion": "a"}) + "\n" for n in range(40)))
+    file = tmp_path / "own" / "tokenizer.json"
+    file.parent.mkdir()
+    definition = json.loads(train_bpe(["some text"], 300).definition().replace("<|endoftext|>", "<|done|>"))
+    definition["added_tokens"].append(definition["added_tokens"][0] | {"id": 999, "content": "\n", "special": False})
+    file.write_text(json.dumps(definition))
+    (file.parent / name).write_text(json.dumps({"eos_token": {"content": eos}} if eos else {}))
+    own = Data(corpus="chat", path=str(rows), template="raw", tokenizer=str(file), dir=str(tmp_path / "data"))
+    found = open_split(prepare(own), "train", 16, own).tokenizer
+    assert found.fingerprint == Tokenizer.load(file).fingerprint
+    assert (found.separator == (0,)) == (eos == "<|done|>")
 
 
 def test_random_tokens(tmp_path: Path, small_shards: None) -> None:

@@ -22,6 +22,7 @@ from phalanx.blocks.parameters import parameter_shapes
 from phalanx.check.load import as_dict
 from phalanx.checkpoint.consolidated import open_source
 from phalanx.cli.main import main
+from phalanx.config.corpora import BUILT_IN
 from phalanx.config.hugging_face.families import TRAINED_FAMILIES
 from phalanx.config.job import Job, Train
 from phalanx.config.model import LoRA, ModelConfig
@@ -110,6 +111,31 @@ def test_transformers_writes_the_same_text(tmp_path):
         torch.testing.assert_close(ours(prompt), theirs(prompt).logits, rtol=0, atol=2e-5)
     found = theirs.generate(prompt, max_new_tokens=20, do_sample=False, eos_token_id=None, pad_token_id=0)
     assert torch.equal(found, generate(ours, prompt, max_new_tokens=20, temperature=0))
+
+
+def test_texts_of_a_run_on_conversations_end_as_its_answers_do(tmp_path):
+    """In transformers, which stops at tokens of generation_config.json alone; here `generate --chat` does."""
+    plain = train_bpe(["the cat sat on the mat. " * 20], 280)
+    stored = json.loads(plain.definition())
+    token = stored["added_tokens"][0] | {"id": plain.vocab_size, "content": "<|im_end|>"}
+    stored["added_tokens"].append(token)
+    tokenizer = LibraryTokenizer(json.dumps(stored), "theirs")
+    model = replace(LLAMA, vocab_size=tokenizer.vocab_size)
+    for name, own, imported, ends in (
+        ("scratch", tokenizer, None, [0, plain.vocab_size]),
+        ("list", tokenizer, [3, plain.vocab_size], [3, plain.vocab_size]),
+        ("base", tokenizer, 3, [3, plain.vocab_size]),
+        ("plain", plain, 3, 3),
+    ):
+        run = tmp_path / name
+        write(run, model, own)
+        (run / "chat_template.jinja").write_text(BUILT_IN["chatml"].jinja)
+        if imported is not None:
+            (run / "hugging_face").mkdir()
+            (run / "hugging_face" / "generation_config.json").write_text(json.dumps({"eos_token_id": imported}))
+        done = export_run(run, tmp_path / f"hf-{name}")
+        assert json.loads((tmp_path / f"hf-{name}" / "generation_config.json").read_text())["eos_token_id"] == ends
+        assert any("answers end with '<|im_end|>', which is no token" in note for note in done.notes) == (own is plain)
 
 
 @pytest.mark.parametrize("unknown", [False, True])

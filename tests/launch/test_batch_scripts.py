@@ -217,7 +217,16 @@ def test_folders_are_put_first_whether_the_variable_is_set_or_not():
 
 @pytest.mark.parametrize(
     ("text", "seconds"),
-    [("1:30:00", 5400), ("30:00", 1800), ("2-00:00:00", 172800), ("90m", 5400), ("1h30m", 5400), ("1d", 86400)],
+    [
+        ("1:30:00", 5400),
+        ("30:00", 1800),
+        ("2-00:00:00", 172800),
+        ("1-12", 129600),
+        ("1-12:30", 131400),
+        ("90m", 5400),
+        ("1h30m", 5400),
+        ("1d", 86400),
+    ],
 )
 def test_time_limits(text, seconds):
     assert parse_time(text) == seconds

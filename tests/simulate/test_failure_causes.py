@@ -104,6 +104,7 @@ def test_the_shortage_is_the_tail_of_poisson():
     assert spec.shortage == pytest.approx(tail)
     huge = replace(BASE, devices=10**8, spares=0)  # no underflow where many machines are away
     assert replace(huge, spares=round(huge.away)).shortage == pytest.approx(0.5, abs=0.02)
+    assert replace(huge, spares=10**18).shortage == pytest.approx(0, abs=1e-9)
 
 
 @given(specs, st.floats(0.1, 30))

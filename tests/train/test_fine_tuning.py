@@ -8,6 +8,7 @@ import random
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
@@ -34,6 +35,7 @@ from phalanx.config.layout_line import parse
 from phalanx.config.model import MLA, LoRA, ModelConfig, MoE, SparseAttention
 from phalanx.cost.job_spec import stages
 from phalanx.cost.traffic import step_traffic
+from phalanx.data.loader import ShardData
 from phalanx.data.mixture import open_split
 from phalanx.data.prepare import prepare
 from phalanx.data.tokenizer import ByteTokenizer, Tokenizer
@@ -666,3 +668,13 @@ def test_an_indexer_begins_beside_dense_weights_and_is_trained_alone_then_with_a
     ranks(train, 2, last)
     assert not torch.equal(weights(last)["embed.weight"], after["embed.weight"])
     assert rows(last, "indexer")[-1]["index_loss"] > 0
+
+
+@pytest.mark.parametrize(("asked", "there", "said"), [(9, 5, True), (9, 9, False), (256, 5, False)])
+def test_a_validation_on_fewer_samples_than_asked_for_is_said(caplog, asked, there, said):
+    """Of the default it is not: most small data sets have fewer."""
+    job = Job(train=Train(eval_samples=asked))
+    data, val = (cast(ShardData, SimpleNamespace(sample_count=count)) for count in (100, there))
+    with caplog.at_level("INFO"):
+        start.log_start(job, torch.device("cpu"), batch.solve(job.train.global_batch, job.layout), data, 256, val)
+    assert ("validation: 5 samples, the whole split, of train.eval_samples=9" in caplog.text) == said

@@ -36,6 +36,7 @@ class Interval:
             return ""
         if math.isfinite(self.above):
             most = f" and at most {self.most:g}" if math.isfinite(self.most) else ""
+            most = f" and below {self.below:g}" if math.isfinite(self.below) else most
             must = f"must be above {self.above}{most}"
         elif not math.isfinite(self.least):
             must = f"must be below {self.below}"

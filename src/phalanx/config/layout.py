@@ -102,9 +102,10 @@ class Layout(Hashed):
     """Sequences in one forward pass of one data rank; 0: follows from the batch equation."""
     accumulation: Annotated[int, Interval(0), Example("8")] = 0
     """Micro-batches per step on each data rank; 0: follows from the batch equation."""
-    recompute: Annotated[float | Recompute, Interval(0, 1), Example("0.5")] = "none"
+    recompute: Annotated[float | Recompute, Interval(above=0, below=1), Example("0.5")] = "none"
     """Activations that the backward pass recomputes instead of keeping them; or a budget, the share of the bytes
-    between full (0) and none (1) that blocks may keep: what costs the most seconds per byte is kept first."""
+    between full (0) and none (1) that blocks may keep: what costs the most seconds per byte is kept first. 0 and 1
+    themselves are taken for switches elsewhere, so full and none are to be written."""
     recompute_cut: Annotated[str, Example("8*full+24*none")] = ""
     """Recomputation per layer as runs of layers, 8*full+4*selective+20*none; empty: `recompute` for all layers."""
     loss_chunk: Annotated[int | Literal["auto"], Interval(0), Example("1024")] = 0

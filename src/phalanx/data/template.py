@@ -30,7 +30,7 @@ from phalanx.check.start import KEPT
 from phalanx.config.corpora import BUILT_IN, END_OF_TEXT, JINJA_FILE, OWN_TEMPLATE, TOKENIZER_CONFIG, TOKENIZERS
 from phalanx.config.job import Data
 from phalanx.data.files import write_atomic
-from phalanx.data.tokenizer import Tokenizer
+from phalanx.data.tokenizer import SPECIAL_MAP, Tokenizer, named_token
 from phalanx.data.workers import Worker, WorkerEndedError
 from phalanx.errors import DataError, JobError, NotFoundError, RunError
 from phalanx.nearest import near_file
@@ -496,11 +496,9 @@ class ChatPrompts:
     @property
     def end(self) -> str:
         """The text that ends an answer, "<|im_end|>" for example; empty if the template writes none."""
-        messages = [{"role": "user", "content": _QUESTION}, {"role": ANSWERS, "content": _ANSWER}]
         with self._lock:
             if self._end is None:
-                answers = [text for text, answer in self._renderer.parts(messages) if answer]
-                self._end = answers[-1].partition(_ANSWER)[2] if answers else ""
+                self._end = self._renderer.answer_end()
             return self._end
 
 
@@ -508,7 +506,6 @@ DATE_KEY = "template_date"
 """The field of a tokenizer_config.json that holds the day of its template, where shards or a run have one."""
 MOST_TEMPLATE = 1 << 20
 """Most bytes of a template. The longest published one has about 20 kB."""
-SPECIAL_MAP = "special_tokens_map.json"
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
 """The special tokens that a template may write, by the names that it knows them by."""
 
@@ -652,6 +649,12 @@ class Renderer:
             return self._here().text(messages, generation_prompt=True)
         return self._ask({"messages": messages, "prompt": True})["text"]
 
+    def answer_end(self) -> str:
+        """Returns the text that ends an answer; empty if the template writes none. Raises ValueError as `parts`."""
+        messages = [{"role": "user", "content": _QUESTION}, {"role": ANSWERS, "content": _ANSWER}]
+        answers = [text for text, answer in self.parts(messages) if answer]
+        return answers[-1].partition(_ANSWER)[2] if answers else ""
+
     def close(self) -> None:
         """Ends the child process."""
         if self._child is not None:
@@ -710,13 +713,8 @@ def _special_tokens(data: Data) -> Mapping[str, str]:
 
 
 def _named_tokens(config: Mapping[str, Any]) -> dict[str, str]:
-    """Returns the special tokens that a tokenizer_config.json names, which it writes as texts or as objects."""
-    found = {}
-    for name in SPECIAL_TOKENS:
-        value = config.get(name)
-        value = value.get("content") if isinstance(value, dict) else value
-        found[name] = value if isinstance(value, str) else ""
-    return found
+    """Returns the special tokens that a tokenizer_config.json names."""
+    return {name: named_token(config, name) for name in SPECIAL_TOKENS}
 
 
 def _date(config: Mapping[str, Any], folder: Path) -> str:

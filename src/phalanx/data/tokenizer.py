@@ -36,6 +36,7 @@ MAX_CHARACTERS = 256
 """A char vocabulary larger than this keeps its 255 most frequent characters and one id for all others."""
 REPLACEMENT = 0xFFFD
 """The code point of undecodable input."""
+SPECIAL_MAP = "special_tokens_map.json"
 _NO_IDS, _NO_MARKS = np.empty(0, dtype=np.int64), np.empty(0, dtype=bool)
 LARGEST_VOCABULARY, _REASON = BOUNDS["model.vocab_size"]
 
@@ -129,12 +130,22 @@ class Tokenizer(ABC):
 
 
 def _end_beside(file: Path) -> str:
-    """Returns the token that ends a text by the tokenizer_config.json beside a tokenizer's file; empty if none does."""
-    with suppress(OSError, ValueError, AttributeError):
-        named = read_json(file.with_name(TOKENIZER_CONFIG)).get("eos_token")
-        named = named.get("content") if isinstance(named, dict) else named
-        return named if isinstance(named, str) else ""
-    return ""
+    """Returns the token that ends a text by the tokenizer_config.json beside a tokenizer's file, or an older one's
+    special_tokens_map.json; empty if none does."""
+    config: dict[str, Any] = {}
+    for name in (TOKENIZER_CONFIG, SPECIAL_MAP):
+        with suppress(OSError, ValueError, TypeError):
+            config = read_json(file.with_name(name)) | config
+        if "added_tokens_decoder" in config:  # then transformers does not read the other file
+            break
+    return named_token(config, "eos_token").strip()  # one of white space is no token of its own
+
+
+def named_token(config: Mapping[str, Any], name: str) -> str:
+    """Returns a special token of a tokenizer_config.json, which has it as a text or an object; empty without it."""
+    value = config.get(name)
+    value = value.get("content") if isinstance(value, dict) else value
+    return value if isinstance(value, str) else ""
 
 
 class CharTokenizer(Tokenizer):

@@ -39,10 +39,11 @@ from phalanx.config.hugging_face.families import HARMLESS
 from phalanx.config.model import ModelConfig
 from phalanx.config.precision import STORED
 from phalanx.data.files import Progress, meter, silent, write_atomic
+from phalanx.data.template import Renderer, own_template
 from phalanx.data.token_table import alphabet
-from phalanx.data.tokenizer import END_OF_TEXT, ByteTokenizer, CharTokenizer, LibraryTokenizer, Tokenizer
 from phalanx.data.tokenizer import FILE as TOKENIZER
-from phalanx.errors import CheckpointError, JobError
+from phalanx.data.tokenizer import ByteTokenizer, CharTokenizer, LibraryTokenizer, Tokenizer
+from phalanx.errors import CheckpointError, JobError, PhalanxError
 from phalanx.exchange.hugging_face import WEIGHTS
 from phalanx.exchange.import_run import MOST_SMALL_BYTES
 from phalanx.exchange.links import WeightLink, links, shapes_of_theirs
@@ -150,7 +151,7 @@ def export(
         if len(planned) > 1:
             _write_json(folder / f"model{consolidated.INDEX}", consolidated.index(planned))
         _write_json(folder / CONFIG, config)
-        _write_json(folder / GENERATION, _token_ids(work) | work.side(GENERATION))
+        _write_json(folder / GENERATION, _generation(work))
         _write_tokenizer(work, folder)
         write_atomic(folder / "README.md", _card(work, config["architectures"][0], weights).encode())
         written = {path.name: path.stat().st_size for path in sorted(folder.iterdir())}
@@ -243,6 +244,29 @@ def _token_ids(work: _Export) -> dict[str, Any]:
         known |= {name: imported[name] for name in _TOKEN_IDS if imported.get(name) is not None}
     end = end_of_text(work.tokenizer) if work.tokenizer and not config else None
     return ({"eos_token_id": end[1]} if end else {}) | known
+
+
+def _generation(work: _Export) -> dict[str, Any]:
+    """Returns generation_config.json: that of the imported model, whose texts also end as answers do by the chat
+    template that the run was trained on."""
+    found = _token_ids(work) | work.side(GENERATION)
+    template = None if "imported" in work.source.manifest.meta else own_template(work.run)
+    if template is None or work.tokenizer is None:
+        return found
+    try:
+        with Renderer(template) as renderer:
+            end = renderer.answer_end().strip()
+        [(ids, _)] = work.tokenizer.encode_marked([[(end, False)]])
+    except (ValueError, PhalanxError) as error:
+        work.notes.append(f"{template.origin}: how its answers end is not known: {error}")
+        return found
+    named = found.get("eos_token_id")
+    ends = named if isinstance(named, list) else [] if named is None else [named]
+    if len(ids) > 1:
+        work.notes.append(f"answers end with {end!r}, which is no token of its own: generation stops only at that text")
+    elif len(ids) == 1 and ids[0] not in ends:
+        found["eos_token_id"] = [*ends, int(ids[0])]
+    return found
 
 
 def _write_tokenizer(work: _Export, folder: Path) -> None:
@@ -349,10 +373,9 @@ def settings(tokenizer: Tokenizer, context: int, own: Mapping[str, Any]) -> dict
 
 def end_of_text(tokenizer: Tokenizer) -> tuple[str, int] | None:
     """Returns the token that ends a text, if the tokenizer has one."""
-    if not isinstance(tokenizer, LibraryTokenizer) or len(tokenizer.separator) != 1:
-        return None
-    text = tokenizer.decode(tokenizer.separator)
-    return (text, tokenizer.separator[0]) if text in END_OF_TEXT else None
+    if isinstance(tokenizer, LibraryTokenizer) and tokenizer.end:
+        return tokenizer.end, tokenizer.separator[0]
+    return None
 
 
 def _of_bytes() -> str:

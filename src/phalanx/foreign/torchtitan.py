@@ -266,7 +266,7 @@ def _recompute(fields: Fields) -> None:
     names = [mode, option] if not saved else [mms[0], "activation_checkpoint"]
     layers = shared.whole(fields, "model.n_layers", 0)
     if word == "memory_budget":
-        fields.set("layout.recompute", share, [mode, budget])
+        fields.set("layout.recompute", {0.0: "full", 1.0: "none"}.get(share, share), [mode, budget])
     elif word in ("none", "full"):
         fields.set("layout.recompute", word, names[:1] if not saved else names)
     elif word != "selective":

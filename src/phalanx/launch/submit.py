@@ -50,12 +50,14 @@ class SubmitRequest:
 
 
 def parse_time(text: str) -> int:
-    """Returns a time limit in seconds: 1:30:00, 2-00:00:00, 30:00 (minutes and seconds), 90m, 1h30m.
+    """Returns a time limit in seconds: 1:30:00, 30:00 (minutes and seconds), 90m, 1h30m, and with days, where hours
+    come first as Slurm has it, 2-12, 2-12:30, 2-12:30:00.
 
     Raises JobError for anything else; a bare number is minutes for Slurm and seconds for PBS."""
     units = re.fullmatch(r"(?:([0-9]{1,4})d)?(?:([0-9]{1,5})h)?(?:([0-9]{1,6})m)?(?:([0-9]{1,7})s)?", text)
-    clock = re.fullmatch(r"(?:([0-9]{1,3})-)?(?:([0-9]{1,4}):)?([0-9]{1,4}):([0-9]{2})", text)
-    match = clock or units
+    clock = re.fullmatch(r"()(?:([0-9]{1,4}):)?([0-9]{1,4}):([0-9]{2})", text)
+    days = re.fullmatch(r"([0-9]{1,3})-([0-9]{1,4})(?::([0-9]{2})(?::([0-9]{2}))?)?", text)
+    match = clock or days or units
     if (
         not match
         or not text

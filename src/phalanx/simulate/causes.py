@@ -130,8 +130,9 @@ class FailureSpec:
         away = self.away
         if away == 0:
             return float(self.spares == 0)
-        first = max(0, int(away - 40 * math.sqrt(away)) - 40)  # fewer are never away
-        terms = (math.exp(n * math.log(away) - away - math.lgamma(n + 1)) for n in range(first, self.spares))
+        most = int(40 * math.sqrt(away)) + 40  # no fewer and no more are ever away
+        counts = range(max(0, int(away) - most), min(self.spares, int(away) + most))
+        terms = (math.exp(n * math.log(away) - away - math.lgamma(n + 1)) for n in counts)
         return max(0.0, 1 - math.fsum(terms))
 
     def restart(self, cause: Cause, *, spare: bool) -> float:

@@ -58,7 +58,7 @@ class Trainer:
         index = self.train_data.index
         on_rank_zero(lambda: start.keep_tokenizer(job, self.train_data, self.directory))
         vocab_size = on_rank_zero(lambda: start.vocabulary_of(job, self.directory, index.vocab_size))
-        start.log_start(job, device, self.ramp.phases[-1].batch, self.train_data, vocab_size)
+        start.log_start(job, device, self.ramp.phases[-1].batch, self.train_data, vocab_size, self.val_data)
         self.stepper = Stepper(own, self.mesh, device, vocab_size, elastic=self.replicas)
         self.state = TrainState(self.stepper, index.fingerprint, vocab_size)
         self.state.job = job

@@ -34,7 +34,7 @@ from phalanx.comm import calls
 from phalanx.comm.agree import gather_json, on_every_rank, on_rank_zero
 from phalanx.config.corpora import CORPORA
 from phalanx.config.hugging_face import config_json
-from phalanx.config.job import Job
+from phalanx.config.job import Job, Train
 from phalanx.config.model import ModelConfig
 from phalanx.config.presets import states_no_rows
 from phalanx.data.files import write_atomic
@@ -75,8 +75,10 @@ log = logging.getLogger(__name__)
 EMBEDDING = "embed.weight"
 
 
-def log_start(job: Job, device: torch.device, batch: Batch, data: ShardData, vocab: int) -> None:
-    """Logs what the run trains, on what."""
+def log_start(
+    job: Job, device: torch.device, batch: Batch, data: ShardData, vocab: int, val: ShardData | None = None
+) -> None:
+    """Logs what the run trains, on what, and with what it is validated if that is less than was asked for."""
     model = job.model
     log.info("run: %s  layout: %s  precision: %s", RunDirectory.of(job).path, job.layout.line(), job.train.precision)
     layers = counted(model.n_layers, "layer")
@@ -93,6 +95,9 @@ def log_start(job: Job, device: torch.device, batch: Batch, data: ShardData, voc
     log.info("batch: %s; %s training samples", batch.equation(), f"{data.sample_count:,}")
     if isinstance(data, RangeData):
         log.info("data: %s", data.facts.line())
+    if val and not job.data.mix and val.sample_count < job.train.eval_samples != Train().eval_samples:
+        asked = job.train.eval_samples
+        log.info("validation: %s samples, the whole split, of train.eval_samples=%d", f"{val.sample_count:,}", asked)
 
 
 def begin(job: Job, state: TrainState, tokenizer: Tokenizer, *, reports: bool) -> None:
