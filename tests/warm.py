@@ -11,6 +11,7 @@ fork that is given that variable starts its own processes afresh.
 from __future__ import annotations
 
 import ctypes
+import faulthandler
 import gc
 import importlib
 import inspect
@@ -32,7 +33,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from phalanx.launch import fork_server
-from phalanx.launch.lifeline import leave
+from phalanx.launch.lifeline import leave, process_state
 
 PRELOAD = ("torch", "torch._dynamo", "torch.distributed.tensor", "torch.distributed.fsdp")
 """What is imported before the modules of Phalanx; the latter of them when a rank makes an optimizer."""
@@ -44,6 +45,8 @@ PHALANX = str(Path(sys.executable).with_name("phalanx"))
 STREAMS = range(3)
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER, PR_GET_CHILD_SUBREAPER = 1, 36, 37  # linux/prctl.h
 ADOPTION_S = 10.0
+ANSWER_S = 150.0
+"""How long a request may take, the first the imports, too: less than a test."""
 ROOM = 20000
 """The room for the words of a fork, which `ps` shows, and for its environment."""
 
@@ -74,22 +77,40 @@ class Start(NamedTuple):
 class Server:
     """The side that asks."""
 
-    def __init__(self, channel: socket.socket):
+    def __init__(self, channel: socket.socket, pid: int):
         self._channel = channel
+        self._channel.settimeout(ANSWER_S)
         self._answers = channel.makefile("rb")
         self._lock = threading.Lock()
+        self._pid = pid
 
     def start(
         self, words: list[str], environment: Mapping[str, str], setsid: bool, folder: Any, streams: Sequence[int]
     ) -> int:
-        """Returns the process id of a new child of this process."""
+        """Returns the process id of a new child of this process. Raises OSError if the server does not answer, which
+        ends it: the next request would get this one's answer. From then on processes are started afresh."""
         message = json.dumps(Start(words, dict(environment), setsid, os.getpid())).encode()
         with self._lock, _adopting():
             where = os.open(folder or ".", os.O_RDONLY | os.O_DIRECTORY)
-            socket.send_fds(self._channel, [len(message).to_bytes(4, "big")], [where, *streams])
-            os.close(where)
-            self._channel.sendall(message)
-            return int(self._answers.readline())
+            try:
+                socket.send_fds(self._channel, [len(message).to_bytes(4, "big")], [where, *streams])
+                self._channel.sendall(message)
+                if not (answer := self._answers.readline()):
+                    raise ConnectionResetError("the warm process has ended")
+                return int(answer)
+            except BaseException as error:  # also where a test's time is over
+                self._give_up(error)
+                raise
+            finally:
+                os.close(where)
+
+    def _give_up(self, error: BaseException) -> None:
+        global _server  # noqa: PLW0603
+        _server = None
+        state = process_state(self._pid)
+        error.add_note(f"The warm process {self._pid}: {state.words if state else 'ended'}; its stacks are on stderr.")
+        with suppress(ProcessLookupError):
+            os.kill(self._pid, signal.SIGABRT)
 
 
 @contextmanager
@@ -171,9 +192,10 @@ def install() -> None:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR", "ROOM": "-" * ROOM}
     environment.pop("PYTHONPATH", None)
     with theirs:
-        process = subprocess.Popen([sys.executable, __file__, "-" * ROOM], stdin=theirs, env=environment)
+        words = [sys.executable, __file__, "-" * ROOM]
+        process = subprocess.Popen(words, stdin=theirs, stdout=subprocess.DEVNULL, env=environment)
     process.returncode = 0  # it ends when this process has ended: no warning that it runs
-    _ask(ours)
+    _ask(ours, process.pid)
 
 
 def install_in_fork() -> None:
@@ -183,9 +205,9 @@ def install_in_fork() -> None:
     install()
 
 
-def _ask(channel: socket.socket) -> None:
+def _ask(channel: socket.socket, pid: int) -> None:
     global _server  # noqa: PLW0603
-    _server = Server(channel)
+    _server = Server(channel, pid)
     _loaded_with.update(_read_at_load(os.environ))
     subprocess.Popen = Popen
     os.posix_spawn = posix_spawn
@@ -201,9 +223,11 @@ def _serve(channel: socket.socket) -> Start:
         reading, writing = os.pipe()
         between = os.fork()
         if between == 0:
-            if process := os.fork():
-                os.write(writing, b"%d\n" % process)
+            if os.fork():
                 os._exit(0)
+            if start.setsid:  # before the answer: who has that may signal the group
+                os.setsid()
+            os.write(writing, b"%d\n" % os.getpid())
             os.close(reading)
             os.close(writing)
             channel.close()
@@ -218,8 +242,7 @@ def _serve(channel: socket.socket) -> Start:
 
 def _become(start: Start, descriptors: Sequence[int]) -> None:
     """Makes a fork what a fresh process is."""
-    if start.setsid:
-        os.setsid()
+    faulthandler.disable()
     where, *streams = descriptors
     os.fchdir(where)
     for number, descriptor in zip(STREAMS, streams, strict=True):
@@ -287,9 +310,9 @@ def _with_own_server(start: Start) -> Start:
     """Gives a fork a server of its own, so that its children are its own. Returns in it, and in what that forks."""
     ours, theirs = socket.socketpair()
     parent = os.getpid()
-    if os.fork():
+    if pid := os.fork():
         theirs.close()
-        _ask(ours)
+        _ask(ours, pid)
         return start
     ours.close()
     os.setsid()
@@ -301,13 +324,14 @@ def _with_own_server(start: Start) -> Start:
     nothing = os.open(os.devnull, os.O_RDWR)  # who reads the streams waits for their end
     for number in STREAMS:
         os.dup2(nothing, number)
-    start = _serve(theirs)
-    _prctl(PR_SET_PDEATHSIG, 0, 0, 0, 0)
-    return start
+    os.close(nothing)
+    return _serve(theirs)
 
 
 def _main() -> None:
     """The server, and what it forks."""
+    _prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    faulthandler.enable()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     channel = socket.socket(fileno=os.dup(0))
     _loaded_with.update(_read_at_load(os.environ))
