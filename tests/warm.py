@@ -27,11 +27,13 @@ import sys
 import threading
 import time
 import types
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from phalanx import registry
 from phalanx.launch import fork_server
 from phalanx.launch.lifeline import leave, process_state
 
@@ -47,6 +49,13 @@ PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER, PR_GET_CHILD_SUBREAPER = 1, 36, 37  # 
 ADOPTION_S = 10.0
 ANSWER_S = 150.0
 """How long a request may take, the first the imports, too: less than a test."""
+WITHOUT = (
+    "phalanx.launch.fork_server",
+    *("phalanx --", "phalanx plan", "phalanx predict", "phalanx simulate", "phalanx dryrun", "phalanx report"),
+    *("phalanx models", "phalanx schedule", "phalanx schema", "phalanx docs", "phalanx extensions", "phalanx init"),
+    *("phalanx checkpoint", "phalanx import", "phalanx export", "phalanx goodput", "phalanx profile"),
+)
+"""Programs that start no other, or seldom, or whose forks do: they get no server of their own, and start it afresh."""
 ROOM = 20000
 """The room for the words of a fork, which `ps` shows, and for its environment."""
 
@@ -270,11 +279,7 @@ def _run(start: Start) -> None:
     """Runs the module or file in this process."""
     safe = start.words[0] == "-P" or bool(start.environment.get("PYTHONSAFEPATH"))
     first, *rest = start.words[start.words[0] == "-P" :]
-    more = [*filter(None, start.environment.get("PYTHONPATH", "").split(os.pathsep))]
-    if any([*Path(folder).glob("*.dist-info")] for folder in {*more} - {*sys.path}):
-        for name in [name for name in sys.modules if name.partition(".")[0] == "phalanx"]:
-            del sys.modules[name]  # it looks for packages that extend it when it is imported
-    sys.path[:0] = more
+    sys.path[:0] = filter(None, start.environment.get("PYTHONPATH", "").split(os.pathsep))
     if first == "-m":
         sys.path[:0] = [] if safe else [os.getcwd()]
         sys.modules.pop(rest[0], None)  # what runs as a program is not that
@@ -298,11 +303,12 @@ def _leave(code: Any) -> None:
 
 
 def modules() -> Iterator[str]:
-    """Yields the names of Phalanx' modules, but for those that are programs."""
+    """Yields the names of Phalanx' modules, but for those that are programs, and one that looks for packages that
+    extend Phalanx as soon as it is imported: those are of the environment of a fork."""
     import phalanx
 
     for _, name, _ in pkgutil.walk_packages(phalanx.__path__, "phalanx."):
-        if name.rpartition(".")[2] not in ("__main__", "rank"):
+        if name.rpartition(".")[2] not in ("__main__", "rank") and name != "phalanx.cli.init":
             yield name
 
 
@@ -337,10 +343,14 @@ def _main() -> None:
     _loaded_with.update(_read_at_load(os.environ))
     for module in (*PRELOAD, *modules()):
         importlib.import_module(module)
+    assert not registry._loading.begun, "a module that is imported looks for packages that extend Phalanx"
     sys.path.pop(0)  # this folder
+    for each in weakref.finalize._registry:  # pyright: ignore[reportAttributeAccessIssue]
+        each.atexit = False  # at its end torch would forget its operators one by one: a third of a small fork's seconds
     gc.freeze()  # exempts the imports from garbage collection, which would copy their pages in every fork
     start = _serve(channel)
-    if "PHALANX_COLD" not in start.environment:
+    words = " ".join(start.words[start.words[0] == "-P" :][1:])
+    if "PHALANX_COLD" not in start.environment and not words.startswith(WITHOUT):
         start = _with_own_server(start)
     try:
         _run(start)

@@ -26,6 +26,7 @@ import sys
 import tempfile
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 
@@ -214,6 +215,8 @@ def _main() -> None:
             if function:
                 getattr(imported, function)()
     gc.freeze()  # exempts the imports from garbage collection, which would copy their pages in every rank
+    for each in weakref.finalize._registry:  # pyright: ignore[reportAttributeAccessIssue]
+        each.atexit = False  # a rank would end with 0.04 s of processor time in which torch forgets its operators
     module, *words = _serve(requests)
     faulthandler.unregister(STACKS_SIGNAL)
     stacks.close()
