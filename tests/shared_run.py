@@ -26,12 +26,14 @@ from phalanx.launch.lifeline import die_with_parent
 UNDISTURBED = ("cli", "launch", "machine", "trackers", "serve", "benchmarks", "train", "data")
 """Folders of tests that measure time or send signals."""
 LONG = (
+    "families/test_exported_fields.py",
     "train/test_predicted_memory.py",
     "parallel/test_context.py",
     "parallel/test_pipeline.py",
     "train/test_memory.py",
     "train/test_offload.py",
     "dryrun/test_sums.py",
+    "families/test_layouts.py",
     "parallel/test_composition.py",
     "parallel/test_context_and_experts.py",
     "train/optimizers/test_optimizer_layouts.py",
