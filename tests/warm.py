@@ -11,6 +11,7 @@ fork that is given that variable starts its own processes afresh.
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import faulthandler
 import gc
 import importlib
@@ -34,6 +35,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from phalanx import registry
+from phalanx.config import fields
+from phalanx.config.job import Job
 from phalanx.launch import fork_server
 from phalanx.launch.lifeline import leave, process_state
 
@@ -312,6 +315,15 @@ def modules() -> Iterator[str]:
             yield name
 
 
+def _read_fields(of: type) -> None:
+    """Evaluates what the types of a job's fields state, as every command does that reads a job."""
+    fields.leaves(of)
+    fields.constraints(of)
+    for kind in fields.children(of).values():
+        if dataclasses.is_dataclass(kind):
+            _read_fields(kind)  # pyright: ignore[reportArgumentType]
+
+
 def _with_own_server(start: Start) -> Start:
     """Gives a fork a server of its own, so that its children are its own. Returns in it, and in what that forks."""
     ours, theirs = socket.socketpair()
@@ -343,6 +355,8 @@ def _main() -> None:
     _loaded_with.update(_read_at_load(os.environ))
     for module in (*PRELOAD, *modules()):
         importlib.import_module(module)
+    fields.constraints()
+    _read_fields(Job)
     assert not registry._loading.begun, "a module that is imported looks for packages that extend Phalanx"
     sys.path.pop(0)  # this folder
     for each in weakref.finalize._registry:  # pyright: ignore[reportAttributeAccessIssue]
