@@ -11,6 +11,7 @@ for their host also depend on their device.
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import re
 import sys
@@ -19,6 +20,8 @@ from dataclasses import replace
 from pathlib import Path
 from statistics import median
 
+from scipy.optimize import brentq
+
 from benchmarks.accuracy import rows_of
 from benchmarks.truth.grades import BLIND
 from phalanx.cost.frameworks import CALIBRATION, FRAMEWORKS, FittedValue, fits, sustained
@@ -26,8 +29,8 @@ from phalanx.cost.prediction import predict
 from phalanx.cost.spec import Framework
 from phalanx.validation.row import Reading, read
 
-HALVINGS = 20
-"""Halvings of the interval from a third of a value to three times it, down to less than a thousandth of the value."""
+PRECISION = 1e-5
+"""Of a value, which lies between a third and three times the one in the file."""
 
 
 class Fit:
@@ -39,13 +42,17 @@ class Fit:
 
     def once(self, line: FittedValue) -> None:
         """Fits one value, with all others as they are."""
-        low, high = line.value / 3, line.value * 3
-        for _ in range(HALVINGS):
-            self.values[line] = (low * high) ** 0.5
-            if (self.ratio(line) < 1) != (line.field == "sustained"):  # a rate, not a time
-                low = self.values[line]
-            else:
-                high = self.values[line]
+
+        def miss(factor: float) -> float:
+            self.values[line] = line.value * math.exp(factor)
+            return math.log(self.ratio(line))
+
+        ends = -math.log(3), math.log(3)
+        try:
+            found = brentq(miss, *ends, xtol=PRECISION)
+        except ValueError:  # no value between them does: the nearer end
+            found = min(ends, key=lambda end: abs(miss(end)))
+        self.values[line] = line.value * math.exp(found)  # pyright: ignore[reportArgumentType]
 
     def ratio(self, line: FittedValue) -> float:
         """Returns the median of predicted over measured step times of a line's rows."""

@@ -37,10 +37,8 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
-warm.install()
-
-
 def pytest_configure(config: pytest.Config) -> None:
+    warm.install()  # now that standard error is not captured, on which it tells of a crash
     config.addinivalue_line("markers", "cold: its processes are started afresh, not forked from one that is warm")
 
 
@@ -77,6 +75,10 @@ def pool() -> Iterator[Pool]:
         patch.setenv("PHALANX_COLD", "1")  # what ranks start is theirs, and not a fork of a test's server
         made = Pool(8, preload)
     with made:
+        try:
+            made.wait(200)
+        except RuntimeError as error:  # of which all tests hear that ask for ranks
+            pytest.fail(str(error), pytrace=False)
         yield made
 
 

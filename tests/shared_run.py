@@ -10,25 +10,30 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import sys
 import tempfile
-from collections.abc import Iterator
+import time
+from collections.abc import Generator, Iterator
 from itertools import groupby
 from pathlib import Path
 
 import pytest
 
 import warm
+from phalanx.launch.lifeline import die_with_parent
 
 UNDISTURBED = ("cli", "launch", "machine", "trackers", "serve", "benchmarks", "train", "data")
 """Folders of tests that measure time or send signals."""
 LONG = (
+    "families/test_exported_fields.py",
     "train/test_predicted_memory.py",
     "parallel/test_context.py",
     "parallel/test_pipeline.py",
     "train/test_memory.py",
     "train/test_offload.py",
     "dryrun/test_sums.py",
+    "families/test_layouts.py",
     "parallel/test_composition.py",
     "parallel/test_context_and_experts.py",
     "train/optimizers/test_optimizer_layouts.py",
@@ -44,6 +49,11 @@ SESSION = pytest.StashKey[pytest.Session]()
 BESIDE = pytest.StashKey[dict[int, Path]]()
 """The processes beside this one, with the files that they write their reports to."""
 NICENESS = 10
+LOST = pytest.StashKey[int]()
+"""How many tests in a row failed after LOST_S."""
+LOST_S, MOST_LOST = 150, 3
+STUCK_S = 400
+"""Longer than any test may take, also one that waits inside a library."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -58,12 +68,16 @@ def pytest_runtestloop(session: pytest.Session) -> bool | None:
     files = [[*items] for _, items in groupby(session.items, lambda item: item.path)]
     files.sort(key=lambda items: _place(items[0]))
     folder = Path(tempfile.mkdtemp())
-    beside = config.stash[BESIDE] = dict[int, Path]()
+    beside, parent = config.stash.setdefault(BESIDE, {}), os.getpid()
+    now = folder / "now"
     for number in range(config.option.beside):
         report = folder / f"{number}.log"
+        report.with_suffix(".now").touch()
         if not (pid := os.fork()):
             beside.clear()
+            die_with_parent(parent)
             os.nice(NICENESS)
+            now = report.with_suffix(".now")
             warm.install_in_fork()
             warm.use_one_thread()  # before threads do: what each sees of torch's pool, lost in the fork, is made anew
             _write_to(report, config)
@@ -74,6 +88,7 @@ def pytest_runtestloop(session: pytest.Session) -> bool | None:
     item = next(claimed, None)
     while item is not None:
         following = next(claimed, None)
+        now.write_text(item.nodeid, encoding="utf-8")
         item.ihook.pytest_runtest_protocol(item=item, nextitem=following)
         item = following
         if session.shouldfail:
@@ -83,13 +98,40 @@ def pytest_runtestloop(session: pytest.Session) -> bool | None:
     return True
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Stops where one test after the other took all its time: what all of them need is broken."""
+    report = yield
+    if report.failed and report.duration > LOST_S:
+        lost = item.session.stash[LOST] = item.session.stash.get(LOST, 0) + 1
+        if lost == MOST_LOST:
+            item.session.shouldfail = f"{lost} tests in a row failed after {LOST_S} s and more"
+    elif report.passed and report.when == "call":
+        item.session.stash[LOST] = 0
+    return report
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_sessionfinish(session: pytest.Session) -> None:
     """Waits for the processes beside this one, which fails if one of them did."""
     session.config.stash[SESSION] = session
-    for pid in session.config.stash.get(BESIDE, {}):
-        if os.waitpid(pid, 0)[1] and not session.exitstatus:
+    for pid, report in session.config.stash.get(BESIDE, {}).items():
+        if _end_of(pid, report.with_suffix(".now")) and not session.exitstatus:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def _end_of(pid: int, now: Path) -> int:
+    """Waits for a process beside this one, and returns its status. Where it is stuck, in a test or at its end, it
+    shows its stacks on standard error."""
+    while not (ended := os.waitpid(pid, os.WNOHANG))[0]:
+        time.sleep(0.1)
+        if time.time() - now.stat().st_mtime > STUCK_S:
+            print(f"Stuck, in or after {now.read_text(encoding='utf-8')}:", file=sys.stderr, flush=True)
+            for number in (signal.SIGABRT, signal.SIGKILL):
+                os.kill(pid, number)
+                time.sleep(1)
+            return os.waitpid(pid, 0)[1]
+    return ended[1]
 
 
 @pytest.hookimpl(trylast=True)

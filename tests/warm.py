@@ -11,6 +11,8 @@ fork that is given that variable starts its own processes afresh.
 from __future__ import annotations
 
 import ctypes
+import dataclasses
+import faulthandler
 import gc
 import importlib
 import inspect
@@ -26,13 +28,17 @@ import sys
 import threading
 import time
 import types
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from phalanx import registry
+from phalanx.config import fields
+from phalanx.config.job import Job
 from phalanx.launch import fork_server
-from phalanx.launch.lifeline import leave
+from phalanx.launch.lifeline import leave, process_state
 
 PRELOAD = ("torch", "torch._dynamo", "torch.distributed.tensor", "torch.distributed.fsdp")
 """What is imported before the modules of Phalanx; the latter of them when a rank makes an optimizer."""
@@ -44,6 +50,15 @@ PHALANX = str(Path(sys.executable).with_name("phalanx"))
 STREAMS = range(3)
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER, PR_GET_CHILD_SUBREAPER = 1, 36, 37  # linux/prctl.h
 ADOPTION_S = 10.0
+ANSWER_S = 150.0
+"""How long a request may take, the first the imports, too: less than a test."""
+WITHOUT = (
+    "phalanx.launch.fork_server",
+    *("phalanx --", "phalanx plan", "phalanx predict", "phalanx simulate", "phalanx dryrun", "phalanx report"),
+    *("phalanx models", "phalanx schedule", "phalanx schema", "phalanx docs", "phalanx extensions", "phalanx init"),
+    *("phalanx checkpoint", "phalanx import", "phalanx export", "phalanx goodput", "phalanx profile"),
+)
+"""Programs that start no other, or seldom, or whose forks do: they get no server of their own, and start it afresh."""
 ROOM = 20000
 """The room for the words of a fork, which `ps` shows, and for its environment."""
 
@@ -74,22 +89,40 @@ class Start(NamedTuple):
 class Server:
     """The side that asks."""
 
-    def __init__(self, channel: socket.socket):
+    def __init__(self, channel: socket.socket, pid: int):
         self._channel = channel
+        self._channel.settimeout(ANSWER_S)
         self._answers = channel.makefile("rb")
         self._lock = threading.Lock()
+        self._pid = pid
 
     def start(
         self, words: list[str], environment: Mapping[str, str], setsid: bool, folder: Any, streams: Sequence[int]
     ) -> int:
-        """Returns the process id of a new child of this process."""
+        """Returns the process id of a new child of this process. Raises OSError if the server does not answer, which
+        ends it: the next request would get this one's answer. From then on processes are started afresh."""
         message = json.dumps(Start(words, dict(environment), setsid, os.getpid())).encode()
         with self._lock, _adopting():
             where = os.open(folder or ".", os.O_RDONLY | os.O_DIRECTORY)
-            socket.send_fds(self._channel, [len(message).to_bytes(4, "big")], [where, *streams])
-            os.close(where)
-            self._channel.sendall(message)
-            return int(self._answers.readline())
+            try:
+                socket.send_fds(self._channel, [len(message).to_bytes(4, "big")], [where, *streams])
+                self._channel.sendall(message)
+                if not (answer := self._answers.readline()):
+                    raise ConnectionResetError("the warm process has ended")
+                return int(answer)
+            except BaseException as error:  # also where a test's time is over
+                self._give_up(error)
+                raise
+            finally:
+                os.close(where)
+
+    def _give_up(self, error: BaseException) -> None:
+        global _server  # noqa: PLW0603
+        _server = None
+        state = process_state(self._pid)
+        error.add_note(f"The warm process {self._pid}: {state.words if state else 'ended'}; its stacks are on stderr.")
+        with suppress(ProcessLookupError):
+            os.kill(self._pid, signal.SIGABRT)
 
 
 @contextmanager
@@ -171,9 +204,10 @@ def install() -> None:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR", "ROOM": "-" * ROOM}
     environment.pop("PYTHONPATH", None)
     with theirs:
-        process = subprocess.Popen([sys.executable, __file__, "-" * ROOM], stdin=theirs, env=environment)
+        words = [sys.executable, __file__, "-" * ROOM]
+        process = subprocess.Popen(words, stdin=theirs, stdout=subprocess.DEVNULL, env=environment)
     process.returncode = 0  # it ends when this process has ended: no warning that it runs
-    _ask(ours)
+    _ask(ours, process.pid)
 
 
 def install_in_fork() -> None:
@@ -189,9 +223,9 @@ def use_one_thread() -> None:
         sys.modules["torch"].set_num_threads(1)
 
 
-def _ask(channel: socket.socket) -> None:
+def _ask(channel: socket.socket, pid: int) -> None:
     global _server  # noqa: PLW0603
-    _server = Server(channel)
+    _server = Server(channel, pid)
     _loaded_with.update(_read_at_load(os.environ))
     subprocess.Popen = Popen
     os.posix_spawn = posix_spawn
@@ -207,9 +241,11 @@ def _serve(channel: socket.socket) -> Start:
         reading, writing = os.pipe()
         between = os.fork()
         if between == 0:
-            if process := os.fork():
-                os.write(writing, b"%d\n" % process)
+            if os.fork():
                 os._exit(0)
+            if start.setsid:  # before the answer: who has that may signal the group
+                os.setsid()
+            os.write(writing, b"%d\n" % os.getpid())
             os.close(reading)
             os.close(writing)
             channel.close()
@@ -224,8 +260,7 @@ def _serve(channel: socket.socket) -> Start:
 
 def _become(start: Start, descriptors: Sequence[int]) -> None:
     """Makes a fork what a fresh process is."""
-    if start.setsid:
-        os.setsid()
+    faulthandler.disable()
     where, *streams = descriptors
     os.fchdir(where)
     for number, descriptor in zip(STREAMS, streams, strict=True):
@@ -253,11 +288,7 @@ def _run(start: Start) -> None:
     """Runs the module or file in this process."""
     safe = start.words[0] == "-P" or bool(start.environment.get("PYTHONSAFEPATH"))
     first, *rest = start.words[start.words[0] == "-P" :]
-    more = [*filter(None, start.environment.get("PYTHONPATH", "").split(os.pathsep))]
-    if any([*Path(folder).glob("*.dist-info")] for folder in {*more} - {*sys.path}):
-        for name in [name for name in sys.modules if name.partition(".")[0] == "phalanx"]:
-            del sys.modules[name]  # it looks for packages that extend it when it is imported
-    sys.path[:0] = more
+    sys.path[:0] = filter(None, start.environment.get("PYTHONPATH", "").split(os.pathsep))
     if first == "-m":
         sys.path[:0] = [] if safe else [os.getcwd()]
         sys.modules.pop(rest[0], None)  # what runs as a program is not that
@@ -281,21 +312,31 @@ def _leave(code: Any) -> None:
 
 
 def modules() -> Iterator[str]:
-    """Yields the names of Phalanx' modules, but for those that are programs."""
+    """Yields the names of Phalanx' modules, but for those that are programs, and one that looks for packages that
+    extend Phalanx as soon as it is imported: those are of the environment of a fork."""
     import phalanx
 
     for _, name, _ in pkgutil.walk_packages(phalanx.__path__, "phalanx."):
-        if name.rpartition(".")[2] not in ("__main__", "rank"):
+        if name.rpartition(".")[2] not in ("__main__", "rank") and name != "phalanx.cli.init":
             yield name
+
+
+def _read_fields(of: type) -> None:
+    """Evaluates what the types of a job's fields state, as every command does that reads a job."""
+    fields.leaves(of)
+    fields.constraints(of)
+    for kind in fields.children(of).values():
+        if dataclasses.is_dataclass(kind):
+            _read_fields(kind)  # pyright: ignore[reportArgumentType]
 
 
 def _with_own_server(start: Start) -> Start:
     """Gives a fork a server of its own, so that its children are its own. Returns in it, and in what that forks."""
     ours, theirs = socket.socketpair()
     parent = os.getpid()
-    if os.fork():
+    if pid := os.fork():
         theirs.close()
-        _ask(ours)
+        _ask(ours, pid)
         return start
     ours.close()
     os.setsid()
@@ -307,22 +348,29 @@ def _with_own_server(start: Start) -> Start:
     nothing = os.open(os.devnull, os.O_RDWR)  # who reads the streams waits for their end
     for number in STREAMS:
         os.dup2(nothing, number)
-    start = _serve(theirs)
-    _prctl(PR_SET_PDEATHSIG, 0, 0, 0, 0)
-    return start
+    os.close(nothing)
+    return _serve(theirs)
 
 
 def _main() -> None:
     """The server, and what it forks."""
+    _prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    faulthandler.enable()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     channel = socket.socket(fileno=os.dup(0))
     _loaded_with.update(_read_at_load(os.environ))
     for module in (*PRELOAD, *modules()):
         importlib.import_module(module)
+    fields.constraints()
+    _read_fields(Job)
+    assert not registry._loading.begun, "a module that is imported looks for packages that extend Phalanx"
     sys.path.pop(0)  # this folder
+    for each in weakref.finalize._registry:  # pyright: ignore[reportAttributeAccessIssue]
+        each.atexit = False  # at its end torch would forget its operators one by one: a third of a small fork's seconds
     gc.freeze()  # exempts the imports from garbage collection, which would copy their pages in every fork
     start = _serve(channel)
-    if "PHALANX_COLD" not in start.environment:
+    words = " ".join(start.words[start.words[0] == "-P" :][1:])
+    if "PHALANX_COLD" not in start.environment and not words.startswith(WITHOUT):
         start = _with_own_server(start)
     try:
         _run(start)

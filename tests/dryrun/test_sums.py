@@ -1,8 +1,8 @@
 """`phalanx verify --static` finds missing and double sums without a value: of the bugs of tests/verify/bugs.py those of
 this kind, and nothing in layouts without a bug.
 
-By default some bugs, and layouts in which every pair of axes meets; `make planted` judges every bug, `make static` the
-whole verify matrix of every model, and every product of the axes on up to 4 ranks."""
+By default some bugs, and layouts in which every pair of axes meets; `make planted` judges every bug and schedule,
+`make static` the whole verify matrix of every model, and every product of the axes on up to 4 ranks."""
 
 from __future__ import annotations
 
@@ -192,8 +192,10 @@ LARGER = (
     ("experts", "dp_shard=2,tp=2,pp=2,zero=1 model.n_layers=3"),
 )
 """Layouts outside of `matrix` that `make static` judges with more layers or micro-batches."""
+ALIKE = {"gpipe", "looped_bfs", "zb_h2", "v_half", "dualpipe_v"}
+"""Schedules of whose kind (chunks, directions, split passes) there is another in JUDGED."""
 LAYOUTS = (
-    *JUDGED,
+    *(each for each in JUDGED if WHOLE or STATIC or parse(each[1].partition(" ")[0]).schedule not in ALIKE),
     ("further tokens", "dp_shard=2,tp=2,zero=3"),
     ("experts", "dp_shard=2,tp=2,zero=3"),
     (

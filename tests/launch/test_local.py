@@ -29,7 +29,7 @@ from phalanx.launch.fork_server import ForkServer
 from phalanx.launch.grid import Machine, problems, tasks_per_node
 from phalanx.launch.local import launch_local
 from phalanx.launch.output import Outlet, UnblockedStream, unblocked
-from phalanx.launch.ranks import Ranks
+from phalanx.launch.ranks import LAUNCHER_PID, Ranks
 from phalanx.launch.start import run_in_foreground
 from phalanx.launch.verdict import End, Outcome
 from phalanx.launch.worker import report
@@ -615,6 +615,30 @@ def test_a_fork_server_calls_functions_before_it_serves() -> None:
         server = ForkServer([function], {})
         assert server.wait(lambda: False) == serves
         server.close()
+
+
+def test_a_fork_server_that_does_not_get_ready_shows_where_it_stands() -> None:
+    server = ForkServer(["signal:pause"], {})
+    assert not server.wait(lambda: "in _main" in server.stacks())
+    assert f"process {server._pid}: sleeping" in server.stacks()
+    server.close()
+
+
+def test_a_fork_server_that_leaves_a_request_unanswered_serves_no_other() -> None:
+    """Which would get the answer to that one. What a rank leads is there once its process id is."""
+    server = ForkServer(["os:getpid"], {}, patience=0.4)
+    for stopped in (False, True):
+        assert server.wait(lambda: False)
+        if stopped:
+            os.kill(server._pid, signal.SIGSTOP)
+            with pytest.raises(TimeoutError):
+                server.start(["this"], {LAUNCHER_PID: str(os.getpid())})
+        else:
+            pid = server.start(["signal:pause"], {LAUNCHER_PID: str(os.getpid())})
+            os.killpg(pid, signal.SIGKILL)
+            assert os.waitpid(pid, 0)[1] == signal.SIGKILL
+    assert not server.wait(lambda: False)
+    server.close()
 
 
 # Ranks beyond a machine's resources are refused before any of them starts.

@@ -274,14 +274,13 @@ def _compare(_: Any, place: str, plan: GraphPlan) -> dict[str, Any]:
     torch.manual_seed(0)
     alone, args = module_of(place)
     args = tuple(each.double() if isinstance(each, Tensor) and each.is_floating_point() else each for each in args)
-    return compare(alone.double(), args, plan)
+    return compare(alone.double(), args, export_graph(alone, args), plan)
 
 
-def compare(alone: nn.Module, args: tuple[Any, ...], plan: GraphPlan) -> dict[str, Any]:
+def compare(alone: nn.Module, args: tuple[Any, ...], exported: ExportedModule, plan: GraphPlan) -> dict[str, Any]:
     """Returns how far a plan on the ranks of this process's group is from one process: the loss (or the sum of what the
-    module returns), gradients, and bytes. A plan counts bytes in its graph's types, and the run sends those of float64:
-    the plan's strategies are counted anew for the module as it is."""
-    exported = export_graph(alone, args)
+    module returns), gradients, and bytes. `exported` is such a module as `alone`. A plan counts bytes in its graph's
+    types, and the run sends those of float64: the plan's strategies are counted anew for the module as it is."""
     plan = GraphPlan(exported.graph, plan.mesh, plan.chosen)
     loss = _summed(alone(*args))
     loss.backward()

@@ -14,6 +14,7 @@ for so long (PR_SET_CHILD_SUBREAPER): it is waited for, and dies with its parent
 from __future__ import annotations
 
 import ctypes
+import faulthandler
 import gc
 import importlib
 import json
@@ -22,14 +23,17 @@ import runpy
 import signal
 import socket
 import sys
+import tempfile
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 
 from phalanx.gc import gc_paused
-from phalanx.launch.lifeline import die_with_parent
+from phalanx.launch.lifeline import die_with_parent, process_state
 from phalanx.launch.ranks import LAUNCHER_PID
+from phalanx.launch.watchdog.heartbeat import STACKS_SIGNAL
 
 _PR_SET_CHILD_SUBREAPER, _PR_GET_CHILD_SUBREAPER = 36, 37  # linux/prctl.h
 _MOST_DESCRIPTORS = 8
@@ -37,6 +41,8 @@ _IMPORT_S = 300.0
 _ANSWER_S = 5.0
 _POLL_S = 0.1
 _ADOPTION_S = 5.0
+STACKS_WAIT_S = 0.5
+"""How long a process has to write its stacks."""
 _READY = b"ready\n"
 _ROOM = 2**12
 """Bytes for the words that `ps` shows of a rank, and for its environment, beside those of the server."""
@@ -49,6 +55,8 @@ class ForkServer:
         cannot be started."""
         self._patience = patience
         self._socket, theirs = socket.socketpair()
+        self._stacks = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115
+        socket.send_fds(self._socket, [b"\n"], [self._stacks.fileno()])
         with theirs:
             self._pid = os.posix_spawn(
                 sys.executable,
@@ -68,9 +76,18 @@ class ForkServer:
         with self._lock:
             self._socket.settimeout(_POLL_S)
             while not self._is_ready and self._lives and time.monotonic() < end and not give_up():
-                with suppress(TimeoutError):
+                with suppress(TimeoutError, ConnectionResetError):
                     self._is_ready = self._socket.recv(len(_READY)) == _READY
         return self._is_ready and self._lives
+
+    def stacks(self) -> str:
+        """Returns where the process stands: what the kernel says of it, and the stacks of its threads."""
+        state = process_state(self._pid)
+        if os.fstat(self._stacks.fileno()).st_size:  # else it has not come as far as to write them
+            os.kill(self._pid, STACKS_SIGNAL)
+            time.sleep(STACKS_WAIT_S)
+        self._stacks.seek(0)
+        return f"process {self._pid}: {state.words if state else 'ended'}\n{self._stacks.read()}"
 
     @property
     def _lives(self) -> bool:
@@ -90,23 +107,27 @@ class ForkServer:
         the function with the words. `descriptors` are open in the rank, too; their numbers there are further words.
         Returns its process id, a child of this process.
 
-        Raises OSError if the server does not answer."""
+        Raises OSError if the server does not answer, which ends it: the next request would get this one's answer."""
         request = {"environment": dict(environment), "command": list(command), "stdout": stdout, "stderr": stderr}
         text = json.dumps(request).encode()
         with self._lock, _adopting():
-            self._socket.settimeout(_ANSWER_S * self._patience)
-            socket.send_fds(self._socket, [len(text).to_bytes(4, "big")], descriptors)
-            self._socket.sendall(text)
-            answer = self._answers.readline()
-        if not answer:
-            raise ConnectionResetError("the fork server has ended")
-        return int(answer)
+            try:
+                self._socket.settimeout(_ANSWER_S * self._patience)
+                socket.send_fds(self._socket, [len(text).to_bytes(4, "big")], descriptors)
+                self._socket.sendall(text)
+                if not (answer := self._answers.readline()):
+                    raise ConnectionResetError("the fork server has ended")
+                return int(answer)
+            except BaseException:  # also where the caller is interrupted
+                self._is_ready = False
+                os.kill(self._pid, signal.SIGKILL)
+                raise
 
     def close(self) -> None:
         os.kill(self._pid, signal.SIGKILL)
         os.waitpid(self._pid, 0)
-        self._answers.close()
-        self._socket.close()
+        for each in (self._answers, self._socket, self._stacks):
+            each.close()
 
 
 @contextmanager
@@ -133,14 +154,14 @@ def _serve(requests: socket.socket) -> list[str]:
         reading, writing = os.pipe()
         between = os.fork()
         if between == 0:
-            rank = os.fork()
-            if rank == 0:
-                os.close(reading)
-                os.close(writing)
-                requests.detach()  # its number is the rank's standard input
-                return [*_become_rank(request), *map(str, descriptors)]
-            os.write(writing, b"%d\n" % rank)
-            os._exit(0)
+            if os.fork():
+                os._exit(0)
+            os.setsid()  # before the answer: who has that may signal the group
+            os.write(writing, b"%d\n" % os.getpid())
+            os.close(reading)
+            os.close(writing)
+            requests.detach()  # its number is the rank's standard input
+            return [*_become_rank(request), *map(str, descriptors)]
         for descriptor in (*descriptors, writing):
             os.close(descriptor)
         os.waitpid(between, 0)  # only now its fork is the child of who asks
@@ -152,7 +173,6 @@ def _become_rank(request: dict[str, object]) -> list[str]:
     environment, command = request["environment"], request["command"]
     assert isinstance(environment, dict)
     assert isinstance(command, list)
-    os.setsid()
     _redirect(0, os.devnull, os.O_RDONLY)
     for descriptor, name in enumerate(("stdout", "stderr"), start=1):
         if request[name]:
@@ -185,13 +205,21 @@ def _redirect(descriptor: int, path: str, flags: int) -> None:
 def _main() -> None:
     die_with_parent(int(os.environ[LAUNCHER_PID]))
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # of the ranks: it ends them at once, wherever they are
+    requests = socket.socket(fileno=0)
+    stacks = os.fdopen(socket.recv_fds(requests, 1, 1)[1][0], "w")
+    faulthandler.register(STACKS_SIGNAL, stacks)
+    print("Stacks on request:", file=stacks, flush=True)
     with gc_paused():  # a tenth of the seconds of importing
         for module, _, function in (word.partition(":") for word in sys.argv[1:-1]):
             imported = importlib.import_module(module)
             if function:
                 getattr(imported, function)()
     gc.freeze()  # exempts the imports from garbage collection, which would copy their pages in every rank
-    module, *words = _serve(socket.socket(fileno=0))
+    for each in weakref.finalize._registry:  # pyright: ignore[reportAttributeAccessIssue]
+        each.atexit = False  # a rank would end with 0.04 s of processor time in which torch forgets its operators
+    module, *words = _serve(requests)
+    faulthandler.unregister(STACKS_SIGNAL)
+    stacks.close()
     sys.argv = [module, *words]
     name, _, function = module.partition(":")
     if function:

@@ -28,13 +28,12 @@ import torch
 import torch.distributed as dist
 
 from phalanx.launch import process_group
-from phalanx.launch.fork_server import ForkServer
+from phalanx.launch.fork_server import STACKS_WAIT_S, ForkServer
 from phalanx.launch.lifeline import die_with_parent
 from phalanx.launch.local import NodePart
 from phalanx.launch.ranks import LAUNCHER_PID, STORE, Ranks
+from phalanx.launch.watchdog.heartbeat import STACKS_SIGNAL
 
-_STACKS_SIGNAL = signal.SIGUSR2
-_STACKS_WAIT_S = 0.5
 _PEER_GRACE_S = 0.5  # after one rank's error: if all ranks raise it, all errors are collected and none is killed
 _TIMEOUT_MARGIN_S = 60.0  # a group's own timeout comes after the pool's, which shows where every rank stands
 
@@ -69,14 +68,14 @@ class Pool:
         Raises:
             Exception: what the first failing rank raised, with that rank's traceback as a note.
             TimeoutError: a rank did not return; the message has every rank's stack.
-            RuntimeError: a rank died.
+            RuntimeError: a rank died, or none can be started.
         """
         if not 1 <= world <= self.max_ranks:
             raise ValueError(f"world {world} is not between 1 and this pool's {self.max_ranks} ranks")
         deadline = time.monotonic() + timeout
         call = pickle.dumps((fn, args, kwargs))
         store = str(Path(self._directory.name) / f"store_{next(self._calls)}")
-        processes = [self._process(rank) for rank in range(world)]
+        processes = [self._process(rank, timeout) for rank in range(world)]
         try:
             for rank, process in enumerate(processes):
                 ranks = Ranks(rank, world, rank, world, 0, "pool")
@@ -94,6 +93,13 @@ class Pool:
                 self._ranks.pop(rank).kill()
             raise
 
+    def wait(self, seconds: float) -> None:
+        """Waits until ranks can be started. Raises RuntimeError, with the stacks of the fork server, if they cannot
+        within so many seconds, or ever."""
+        end = time.monotonic() + seconds
+        if not self._server.wait(lambda: time.monotonic() > end):
+            raise RuntimeError(f"the fork server cannot start ranks, after {seconds:g} s.\n{self._server.stacks()}")
+
     def close(self) -> None:
         """Ends all processes; also called when the interpreter exits."""
         atexit.unregister(self.close)
@@ -109,11 +115,10 @@ class Pool:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _process(self, rank: int) -> _PoolProcess:
+    def _process(self, rank: int, timeout: float) -> _PoolProcess:
         process = self._ranks.get(rank)
         if process is None or process.exit_code() is not None:
-            if not self._server.wait(lambda: False):
-                raise RuntimeError("the fork server has not imported what ranks need")
+            self.wait(timeout)
             process = self._ranks[rank] = _PoolProcess(self._server, self._environment, Path(self._directory.name))
         return process
 
@@ -161,7 +166,7 @@ class _PoolProcess:
     def ask_for_stacks(self) -> None:
         """Makes the process write its stack, even from inside a collective."""
         if self.exit_code() is None:
-            os.kill(self._pid, _STACKS_SIGNAL)
+            os.kill(self._pid, STACKS_SIGNAL)
 
     def kill(self) -> None:
         if self.exit_code() is None:
@@ -202,7 +207,7 @@ def _error(
             return answer.error
     for process in processes:
         process.ask_for_stacks()
-    time.sleep(_STACKS_WAIT_S)
+    time.sleep(STACKS_WAIT_S)
     lines = [f"{fn.__qualname__} on {world} ranks took longer than {timeout:g} s. Stacks of the ranks:"]
     for rank, process in enumerate(processes):
         stacks = "finished" if rank in answers else process.stacks.read_text(errors="replace").rstrip()
@@ -219,7 +224,7 @@ def serve(stacks: str, descriptor: str) -> None:
         return  # the caller was interrupted while this process started, and has cleaned up
     with open(stacks, "w", encoding="utf-8") as file, suppress(EOFError):
         faulthandler.enable(file)
-        faulthandler.register(_STACKS_SIGNAL, file)
+        faulthandler.register(STACKS_SIGNAL, file)
         while True:
             path, directory, main, *call = connection.recv()
             sys.path[:] = path  # the function's module has to be importable here as it is there
