@@ -27,13 +27,13 @@ UNDISTURBED = ("cli", "launch", "machine", "trackers", "serve", "benchmarks", "t
 """Folders of tests that measure time or send signals."""
 LONG = (
     "families/test_exported_fields.py",
+    "dryrun/test_sums.py",
+    "families/test_layouts.py",
     "train/test_predicted_memory.py",
     "parallel/test_context.py",
     "parallel/test_pipeline.py",
     "train/test_memory.py",
     "train/test_offload.py",
-    "dryrun/test_sums.py",
-    "families/test_layouts.py",
     "parallel/test_composition.py",
     "parallel/test_context_and_experts.py",
     "train/optimizers/test_optimizer_layouts.py",
