@@ -226,6 +226,22 @@ class Deferring(NamedTuple):
     """Those of which only weight gradients are left to compute."""
 
 
+class FetchedAhead(NamedTuple):
+    """Blocks that FSDP2 has fetched ahead and that have not computed yet when a stage of a rank begins a pass."""
+
+    backward: bool
+    place: int
+    """The stage's, among those of the rank."""
+    firsts: frozenset[int]
+    """Places of stages of which the first blocks are there: the stage before has fetched them in a forward pass."""
+    lasts: frozenset[int]
+    """Places of stages of which the last blocks are there: the stage after has fetched them in a backward pass."""
+
+    def is_part_of(self, other: FetchedAhead) -> bool:
+        """Returns whether all of it is there in `other`, too, which is of the same passes."""
+        return self[:2] == other[:2] and self.firsts <= other.firsts and self.lasts <= other.lasts
+
+
 class Flight(NamedTuple):
     """The stages and in-flight micro-batches of one pipeline rank."""
 
@@ -249,6 +265,9 @@ class Flight(NamedTuple):
     """As `losses`, at these moments."""
     deferring: tuple[Deferring, ...] = ()
     """Micro-batches in flight at peaks of a rank that splits its backward passes; empty for others."""
+    ahead: tuple[FetchedAhead, ...] = ()
+    """What ZeRO-3 has fetched ahead for stages of the rank when their passes begin, less what another pass of the same
+    stage has as a part; empty for a rank with one stage."""
 
     @property
     def joined(self) -> tuple[tuple[float, ...], ...]:
@@ -303,7 +322,8 @@ def with_all_peaks(alike: tuple[Flight, ...]) -> Flight:
         for name in ("most", "unread", "later", "joined")
     }
     losses = {name: max(getattr(rank, name) for rank in alike) for name in ("losses", "later_losses")}
-    return alike[0]._replace(deferring=_deferring(peaks.pop("joined")), **peaks, **losses)
+    ahead = _not_parts({fetched for rank in alike for fetched in rank.ahead})
+    return alike[0]._replace(deferring=_deferring(peaks.pop("joined")), ahead=ahead, **peaks, **losses)
 
 
 def _deferring(joined: Iterable[tuple[float, ...]]) -> tuple[Deferring, ...]:
@@ -371,7 +391,36 @@ def _flight(schedule: Schedule, rank: int) -> Flight:
         later=_front(later, slices),
         later_losses=later_logits / slices,
         deferring=_deferring(_front(deferring, slices)),
+        ahead=_fetched_ahead(schedule, rank) if len(held) > 1 else (),
     )
+
+
+def _fetched_ahead(schedule: Schedule, rank: int) -> tuple[FetchedAhead, ...]:
+    """Returns Flight.ahead. A stage's last blocks fetch the first ones of the rank's next stage, which wait for their
+    forward pass, whatever comes before it; those that wait are fetched once."""
+    places = {stage: place for place, stage in enumerate(schedule.stages_on(rank))}
+    firsts = lasts = frozenset[int]()
+    found = set[FetchedAhead]()
+    for kind, stage, _, _ in schedule.programs[rank]:
+        if kind != "W":
+            place, backward = places[stage], kind != "F"
+            found.add(FetchedAhead(backward, place, firsts, lasts))
+            firsts -= {place}
+            lasts -= {place}
+            if backward and place:
+                lasts |= {place - 1}
+            elif not backward and place + 1 < len(places):
+                firsts |= {place + 1}
+    return _not_parts(found)
+
+
+def _not_parts(found: set[FetchedAhead]) -> tuple[FetchedAhead, ...]:
+    """Returns those that are no part of others."""
+    kept = list[FetchedAhead]()
+    for one in sorted(found, key=lambda each: len(each.firsts) + len(each.lasts), reverse=True):
+        if not any(map(one.is_part_of, kept)):
+            kept.append(one)
+    return tuple(kept)
 
 
 def _front(counts: Iterable[tuple[float, ...]], slices: int) -> tuple[tuple[float, ...], ...]:

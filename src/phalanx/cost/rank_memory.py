@@ -14,7 +14,7 @@ from typing import Any, Literal
 from phalanx.blocks.kinds import BlockKind
 from phalanx.cost.block_memory import TRANSIT, BlockBytes, BlockRun, StepSizes
 from phalanx.cost.compression import compression_bytes
-from phalanx.cost.fsdp_memory import FsdpMemory, backward_order
+from phalanx.cost.fsdp_memory import FsdpMemory
 from phalanx.cost.generation import generation_bytes
 from phalanx.cost.held import (
     Flight,
@@ -98,7 +98,7 @@ class RankParts:
         self.shards = shards_of(held, self.layout)
         """Parameters of the rank's stages, those that are trained, and over how many ranks their state is sharded:
         dense ones, and experts."""
-        self.fsdp = FsdpMemory(step, self.runs, self.shards, first=self.first, last=self.last)
+        self.fsdp = FsdpMemory(step, self.runs, self.shards, flight.ahead, first=self.first, last=self.last)
 
     @cached_property
     def state(self) -> StateBytes:
@@ -234,7 +234,7 @@ class RankParts:
         blocks have released: recomputed tensors and gradients of activations; and the bytes of gathered inputs, of
         messages in transit and of ZeRO-3's blocks and gradients on their way. `gradients`: those of all weights are
         counted already, also those of ZeRO-3 that are `unsent`. `modules`: of modules for further tokens alone."""
-        found = (self._backward(runs, gradients, unsent=unsent, modules=modules) for runs in self.runs)
+        found = (self._backward(place, gradients, unsent=unsent, modules=modules) for place in range(len(self.runs)))
         inside, fetched, _ = max(found, key=sum)
         return inside + self.step.beside_gradient - self.step.gathered, self.step.gathered + self.between + fetched
 
@@ -260,7 +260,7 @@ class RankParts:
                 passes[m > 1 and stays] = max(fullest, passes.get(m > 1 and stays, fullest))
             for several, kept in passes.items():
                 sent = sends[several], arrived
-                inside, copies, gradients = self._backward(held, True, unsent=False, modules=False, sends=sent)
+                inside, copies, gradients = self._backward(place, True, unsent=False, modules=False, sends=sent)
                 inside += step.beside_gradient - step.gathered
                 yield "backward", gradients, kept + inside, 0.0, step.gathered + copies
             arrived += sum(run.many * run.block.trained for run in held)
@@ -276,7 +276,7 @@ class RankParts:
 
     def _backward(
         self,
-        held: Sequence[BlockRun],
+        place: int,
         gradients: bool,
         *,
         unsent: bool,
@@ -289,7 +289,7 @@ class RankParts:
         activations are on the host, those of the one that computes and of the one before it are here. Where buckets are
         sent, `sends` has a function that returns what that takes, by how many parameters have gradients, and how many
         have when the stage begins; the third number is of these."""
-        blocks = backward_order(held)
+        held, blocks = self.runs[place], self.fsdp.blocks[place]
         if not blocks:
             return self.step.stream / self.step.share, 0.0, 0.0
 
@@ -300,15 +300,15 @@ class RankParts:
                 run.block.deferred - (0 if run.leaves else run.block.kept) for run in held for _ in range(run.many)
             ]
             moved = max((run.moved for run in held), default=0.0)
-            moved += self._deferred_head() if self.last and held is self.runs[-1] else 0.0
-            whole = max(next(self.fsdp.moments(blocks, number, unsent=unsent))[1] for number in range(len(blocks)))
+            moved += self._deferred_head() if self.last and place == len(self.runs) - 1 else 0.0
+            whole = max(next(self.fsdp.moments(place, number, unsent=unsent))[1] for number in range(len(blocks)))
             return inside + max(0.0, sum(grown[1:])) + moved, whole, 0.0
         adds = gradients and not self.memory_profile.gradients_stay and not gathers_parameters(self.layout)
         # Of gradients in flat buckets one bucket is counted already.
         bucket = 0.0 if self.layout.zero == 2 and self.layout.shard_ranks > 1 else self.bucket()
         alone = not gradients and not bucket and not self.formulas.offloads
         head = 0.0
-        if self.last and held is self.runs[-1]:
+        if self.last and place == len(self.runs) - 1:
             if not gradients:
                 arrived = 0.0 if self.formulas.offloads and self.layout.pp == 1 else self.head_gradient()
             elif self.model.tied and self.first and not self.model.freezes and (unsent or not self.fsdp.units):
@@ -329,7 +329,7 @@ class RankParts:
                     sizes, before = sends[0], sends[1] + done + number * block.trained
                     moments = [(size, *sizes(before + own)) for own, size in block.moments.items()]
                 elif self.fsdp.units:
-                    moments = self.fsdp.moments(blocks, first + number, sent + number * reduced, unsent=unsent)
+                    moments = self.fsdp.moments(place, first + number, sent + number * reduced, unsent=unsent)
                 here = stream - given_up - number * released + max(0.0, arrived + number * gained - bucket)
                 # Gradients of keys and values wait for the block that has lent them.
                 here += head + sum((borrowed | ({window: block.borrowed} if number else {})).values())
