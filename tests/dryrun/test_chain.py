@@ -335,6 +335,31 @@ def test_memory_of_blocks_that_are_fetched_for_another_stage_is_predicted(name, 
 
 
 @pytest.mark.parametrize(
+    ("name", "layout", "device"),
+    [
+        ("gpt", Layout(dp_shard=4, zero=2, offload="optimizer", bucket_mb=4), "cpu"),
+        *also_whole(
+            *product(
+                ("gpt", "llama"),
+                (
+                    Layout(dp_shard=4, zero=2, offload="optimizer"),
+                    Layout(dp_shard=4, zero=1, offload="optimizer", micro_batch=1),
+                    Layout(dp_shard=4, zero=2, offload="optimizer", bucket_mb=4, micro_batch=1),
+                    Layout(dp_shard=4, zero=2, offload="optimizer", bucket_mb=4, micro_batch=1, accumulate="sharded"),
+                    Layout(dp_replicate=4, offload="optimizer", bucket_mb=4),
+                    Layout(dp_replicate=2, dp_shard=2, zero=2, offload="optimizer", micro_batch=1),
+                ),
+                ("cuda", "cpu"),
+            )
+        ),
+    ],
+    ids=named,
+)
+def test_memory_of_buckets_that_leave_is_predicted(name, layout, device):
+    compare_steps(wide_job(name, layout), device)
+
+
+@pytest.mark.parametrize(
     ("layout", "device"),
     [
         (Layout(dp_shard=2, dp_replicate=2, zero=3), "cuda"),

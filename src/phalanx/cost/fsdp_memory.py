@@ -189,7 +189,7 @@ class FsdpMemory:
                     yield size - experts + came + before * self.lingers + stay + self.decoding, kept
                     came = size * self.lingers + sum(whole[max(0, at - self.ahead) : at])
                     came += self._fetched_for_others(place, at, self.ahead, backward=False)
-                    yield size + came + stay + self.decoding, kept + (0.0 if experts else run.block.whole)
+                    yield size + came + stay + self.decoding, kept + (0.0 if experts else run.block.forward)
                 first, later = first + run.many, later - run.many * each
 
     def fetched_at_end(self) -> float:

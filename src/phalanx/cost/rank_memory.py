@@ -240,11 +240,14 @@ class RankParts:
 
     def sending(self, *, stays: bool) -> Iterator[tuple[Moment, float, float, float, float]]:
         """Yields the bytes of gradients, activations, logits and communication at the fullest moment of the backward
-        pass in which each stage sends the buckets of ZeRO-1 or 2, and at its end. `stays`: sums of earlier
-        micro-batches are there while the most are in flight."""
+        pass in which each stage sends the buckets of ZeRO-1 or 2, or any that leave for the host, and at its end.
+        `stays`: sums of earlier micro-batches are there while the most are in flight."""
         layout, step, buckets = self.layout, self.step, self.formulas.profile.keeps_buckets
         total, m = sum(trained for _, trained, _ in self.shards), step.spec.batch.accumulation
-        if layout.zero not in (1, 2) or layout.shard_ranks == 1 or not buckets or self.formulas.offloads or not total:
+        shares = layout.zero in (1, 2) and layout.shard_ranks > 1
+        if self.formulas.offloads:  # they leave in turn, in a pipeline it is not known when
+            shares = layout.pp == 1 and step.data_ranks > 1 and not gathers_parameters(layout)
+        if not shares or not buckets or not total:
             return
         embedding = 0 if self.model.freezes or not self.first else outside(self.model, layout.tp, True, False)
         arrived = total - embedding - sum(run.many * run.block.trained for held in self.runs for run in held)
