@@ -276,6 +276,7 @@ MISSED = {("experts", "cpu"): ["dp_shard=4,ep=2,offload=all"]}
 +15 %: that sends once autograd is through a stage, gloo's copies are predicted earlier."""
 WIDE_CELLS = [
     *((*each, "cuda") for each in WIDE),
+    ("llama", Layout(dp_shard=4, pp=2, zero=3, micro_batch=1, accumulate="sharded"), "cpu"),
     *also_whole(
         *(
             cell

@@ -71,7 +71,9 @@ class FsdpMemory:
         self.lingers = bool(self.units) and self.memory_profile.keeps_gathered and self.layout.shard_ranks > 1
         """Whether FSDP2 has what it gathered last in a forward pass until it has copied what comes next."""
         trained = self.ends.block if self.units and not self.model.freezes else 0
-        self.sent_last = self.formulas.sent_last(trained, step.spec.batch.accumulation, self.layout)
+        sent_last = self.formulas.sent_last(trained, step.spec.batch.accumulation, self.layout)
+        self.sent_last, self.outside_waits = (sent_last, 0.0) if self.layout.pp == 1 else (0.0, sent_last)
+        """Bytes of gradients outside of blocks that were sent last, or that wait for the end of a pipeline's step."""
 
     def whole(self) -> tuple[float, float]:
         """Returns the bytes of the second copy of the parameters and of what is whole outside of blocks; and those of
@@ -119,6 +121,7 @@ class FsdpMemory:
         if self.memory_profile.copies_sums:  # what it sends is copied, and its sum is there, too
             sums = (unit.trained - self._experts_alone(block)) * self.sum_width
             sums *= 2 - unsent + 1 / self.layout.shard_ranks
+            sums += block.parameters.last * self.width  # the last gradient goes when all are sent
             yield -block.kept, fetched - whole + max(0.0, sums - sent), 0.0
         came = self._fetched(place, number, ahead - 1) if ahead else mine
         # Codes become numbers when the next block is asked for; without streams when this one is waited for.

@@ -47,6 +47,8 @@ class BlockParameters(NamedTuple):
     tile_experts: int
     tiles: int
     """Number of its tiles."""
+    last: int
+    """Parameters of the last trained one that ZeRO-3 sends with the rest of the block."""
 
     def gathered(self, experts: Any, *, tiled: bool) -> GatheredParameters:
         """Returns what ZeRO-3 gathers: with parameters of `experts`, if several ranks share them. `tiled`: tiles, if
@@ -82,7 +84,7 @@ def _block_parameters(
     model: ModelConfig, tp: int, ep: int, tiles: int, tile: str, kind: BlockKind, folds: bool
 ) -> BlockParameters:
     layout = Layout(tiles=tiles, tile=tile)
-    dense = routed = matrices = largest = trained_dense = trained_routed = 0
+    dense = routed = matrices = largest = trained_dense = trained_routed = last = 0
     tiled = Counter[str]()
     for weight in (each.folded(folds) for each in block_weights(model, kind)):
         size = weight.size_on(tp, ep)
@@ -96,6 +98,7 @@ def _block_parameters(
         if weight.is_matrix:
             matrices += prod(weight.shape_on(tp)[-2:])
         largest = max(largest, size)
+        last = trained if trained and not (weight.routed and ep > 1) else last
     # A layer's bias, if it is cut, is in the same tiles as its matrix.
     of_experts = [size for name, size in tiled.items() if is_expert(f"{name}.")]
     of_dense = [size for name, size in tiled.items() if not is_expert(f"{name}.")]
@@ -111,6 +114,7 @@ def _block_parameters(
         max(of_dense, default=0) // tiles,
         max(of_experts, default=0) // tiles,
         len(tiled) * tiles,
+        last,
     )
 
 

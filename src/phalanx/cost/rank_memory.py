@@ -553,13 +553,16 @@ def _fullest(rank: RankParts) -> RankMemory:
     arrives, later = rank.is_whole_loss(), head + fetched - last
     late = 0.0 if state.unsent else rank.late_bucket()
     (logits, hidden), waiting = rank.logits(arriving=later if arrives else 0.0, bucket=late), rank.waiting_logits()
-    forward, whole = whole + last + fsdp.sent_last + (0.0 if arrives else later), whole + (0.0 if unsent else head)
+    forward, whole = (
+        whole + last + fsdp.sent_last + (0.0 if arrives else later),
+        whole + head * (not unsent and not fsdp.outside_waits),
+    )
     # Where all are in flight at once, none has left gradients yet.
     passes = step.spec.batch.accumulation * len(flight.held)
     updates_each = stashes(step.spec.layout)
     stays = step.formulas.stays(passes, max(map(sum, flight.most))) and not updates_each
     bucket = rank.bucket()
-    early = state.early(stays, bucket)
+    early = state.early(stays, bucket) + fsdp.outside_waits
     sending = [*rank.sending(stays=stays)]
     again, moving = rank.backward(stays or state.unsent > 0 or bool(sending), unsent=unsent)
     host, disk = step.formulas.beside(rank.shards)
@@ -588,7 +591,7 @@ def _fullest(rank: RankParts) -> RankMemory:
     if flight.later and not stays and not updates_each:
         again, moving = rank.backward(True, unsent=unsent)
         late = rank.kept(flight.later)[0] + again, rank.waiting_logits(later=True), moving + whole
-        moments.append(("backward", state.early(True, bucket), *late))
+        moments.append(("backward", state.early(True, bucket) + fsdp.outside_waits, *late))
     if updates_each:  # while the others are in flight
         others = [tuple(max(0.0, count - 1) for count in counts) for counts in flight.most]
         moments.append(("optimizer", state.gradients + state.copied, rank.kept(others)[0], 0, 0))

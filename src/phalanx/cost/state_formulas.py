@@ -252,9 +252,8 @@ class MemoryFormulas:
 
     def sent_last(self, outside: Any, micro_batches: Any, layout: Layout) -> Any:
         """Returns the bytes of gradients outside of blocks that FSDP2 has sent for a micro-batch, and keeps until it
-        sends those of the next one; for `outside` trained parameters."""
-        keeps = (micro_batches > 1) * (layout.accumulate == "sharded" and layout.pp == 1)
-        return keeps * outside * max(self.width, self.gradient)
+        sends those of the next one, or that wait for the end of a pipeline's step; for `outside` trained parameters."""
+        return (micro_batches > 1) * (layout.accumulate == "sharded") * outside * max(self.width, self.gradient)
 
     def context(self, *axes: Any) -> Any:
         """Returns the bytes outside the allocator, of the device's context and of a communicator per axis of the mesh;
