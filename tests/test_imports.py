@@ -37,7 +37,7 @@ MOST_LINES = {
     "cli": 7686,
     "comm": 2139,
     "config": 6733,
-    "cost": 7566,
+    "cost": 7615,
     "data": 6869,
     "dryrun": 2705,
     "evaluate": 663,

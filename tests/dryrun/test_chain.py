@@ -271,17 +271,19 @@ MORE_WIDE = [
     Layout(dp_shard=4, zero=1, micro_batch=1, recompute="full"),
     Layout(dp_shard=4, zero=2),
 ]
-MISSED = {("experts", "cpu"): ["dp_shard=4,ep=2,offload=all"]}
-"""Cells that prediction misses by more: +17 % of gloo's copies of experts that leave. A pipeline on a CPU, too, up to
-+15 %: that sends once autograd is through a stage, gloo's copies are predicted earlier."""
+MISSED = {("experts", "cpu"): ["dp_shard=4,ep=2,offload=all", "dp_shard=4,pp=2,reshard=false,micro_batch=1"]}
+"""Cells that prediction misses by more: +17 % of copies by gloo of experts that leave, +4 % where blocks stay whole. So
+are split backward passes on a CPU, +4 to +6 %: a gradient is counted in the first half."""
 WIDE_CELLS = [
     *((*each, "cuda") for each in WIDE),
     ("llama", Layout(dp_shard=4, pp=2, zero=3, micro_batch=1, accumulate="sharded"), "cpu"),
+    ("llama", Layout(dp_shard=4, pp=2, zero=3, micro_batch=1), "cpu"),
     *also_whole(
         *(
             cell
             for cell in product(("gpt", "llama", "experts", "adapters"), MORE_WIDE, ("cuda", "cpu"))
-            if cell[1].line() not in MISSED.get((cell[0], cell[2]), ()) and (cell[1].pp == 1 or cell[2] == "cuda")
+            if cell[1].line() not in MISSED.get((cell[0], cell[2]), ())
+            and (cell[1].schedule != "zb_h1" or cell[2] == "cuda")
         )
     ),
 ]

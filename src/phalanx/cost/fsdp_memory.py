@@ -98,17 +98,20 @@ class FsdpMemory:
         return found + self.ends.block * self.width, self.ends.trained * self.width
 
     def moments(
-        self, place: int, number: int, sent: float = 0.0, *, unsent: bool
+        self, place: int, number: int, sent: float = 0.0, *, unsent: bool, sends: bool = True
     ) -> Iterator[tuple[float, float, float]]:
         """Yields the bytes inside one of a stage's blocks, and those of ZeRO-3's blocks and gradients on their way:
         at work, after its experts were sent on their own, and when it begins, copied from what came, before the next
-        ones come. `sent`: bytes of gradients that were counted and are not there any more."""
+        ones come. `sent`: bytes of gradients that were counted and are not there any more; `sends`: whether any are
+        sent in the backward pass."""
         blocks, ahead = self.blocks[place], self.ahead
         block, unit = blocks[number], self.units.get(blocks[number].kind.block)
         passing, copies = self._passing(blocks[number - 1], unsent=unsent) if number else (self.sent_last, 0.0)
         inside, after = block.inside if number else block.opening
         fetched = self._fetched(place, number, ahead)
         tile = unit.tile * self.sum_width if unit else 0.0
+        if not sends:
+            passing = copies = tile = 0.0
         yield inside, fetched + max(0.0, (copies + tile if tile else passing) - sent), 0.0
         yield after, fetched + max(0.0, copies - sent), 0.0
         if not unit or self.stay_whole:
@@ -118,7 +121,7 @@ class FsdpMemory:
             return
         whole, experts, _ = self._sizes(block)
         mine = whole - experts
-        if self.memory_profile.copies_sums:  # what it sends is copied, and its sum is there, too
+        if self.memory_profile.copies_sums and sends:  # what it sends is copied, and its sum is there, too
             sums = (unit.trained - self._experts_alone(block)) * self.sum_width
             sums *= 2 - unsent + 1 / self.layout.shard_ranks
             sums += block.parameters.last * self.width  # the last gradient goes when all are sent
@@ -201,6 +204,17 @@ class FsdpMemory:
         stages = ((place, blocks[0]) for place, blocks in enumerate(self.blocks) if blocks)
         sizes = (self._fetched(place, 0, 0) + self._passing(block, unsent=True)[0] for place, block in stages)
         return max(sizes, default=0.0)
+
+    def sent_at_end(self) -> float:
+        """Returns the most bytes of gradients on their way, more than those that wait, when autograd is through with a
+        stage and its blocks are sent one by one: FSDP2 copies a block's, and a collective does while the copy of those
+        before is there."""
+        copies, share, most, before = self.memory_profile.copies_sums, 1 / self.layout.shard_ranks, 0.0, 0.0
+        for block in self.blocks[-1] if self.units else ():
+            sent = self.units[block.kind.block].trained * self.sum_width
+            most = max(most, before + max(1.0, copies + share) * sent + block.parameters.last * self.width)
+            before = (copies - 1 + share) * sent
+        return most
 
     def fetched_in_loss(self) -> tuple[float, float]:
         """Returns the bytes of ZeRO-3's whole blocks in the loss, and once its backward pass comes to the blocks."""

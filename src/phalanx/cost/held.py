@@ -269,6 +269,8 @@ class Flight(NamedTuple):
     """As `losses`, at these moments."""
     deferring: tuple[Deferring, ...] = ()
     """Micro-batches in flight at peaks of a rank that splits its backward passes; empty for others."""
+    final: tuple[tuple[float, ...], ...] = ()
+    """Micro-batches in flight per stage when each stage of the rank begins its last backward pass."""
     ahead: tuple[FetchedAhead, ...] = ()
     """What ZeRO-3 has fetched ahead for stages of the rank when their passes begin, less what another pass of the same
     stage has as a part; empty for a rank with one stage."""
@@ -284,7 +286,7 @@ def flights(layout: Layout, micro_batches: int) -> tuple[Flight, ...]:
 
     Raises JobError if their number does not fit the schedule, or if its file is none."""
     if layout.pp == 1:
-        return (Flight((0,), ((1.0,),), 1),)
+        return (Flight((0,), ((1.0,),), 1, final=((1.0,),)),)
     name = layout.schedule
     if derived.is_file(name):
         return _flights(name, layout.pp, 0, 0, 0)
@@ -313,6 +315,9 @@ def _with_more(rank: Flight, more: int) -> Flight:
         losses=rank.losses and rank.losses + more,
         later=tuple(map(grown, rank.later)),
         later_losses=rank.later_losses and rank.later_losses + more,
+        final=tuple(
+            (*grown(one[:place]), one[place], *grown(one[place + 1 :])) for place, one in enumerate(rank.final)
+        ),
         deferring=tuple(Deferring(grown(one.in_flight), one.deferred) for one in rank.deferring),
     )
 
@@ -326,8 +331,11 @@ def with_all_peaks(alike: tuple[Flight, ...]) -> Flight:
         for name in ("most", "unread", "later", "joined")
     }
     losses = {name: max(getattr(rank, name) for rank in alike) for name in ("losses", "later_losses")}
+    final = tuple(
+        tuple(map(max, zip(*counts, strict=True))) for counts in zip(*(one.final for one in alike), strict=True)
+    )
     ahead = _not_parts({fetched for rank in alike for fetched in rank.ahead})
-    return alike[0]._replace(deferring=_deferring(peaks.pop("joined")), ahead=ahead, **peaks, **losses)
+    return alike[0]._replace(deferring=_deferring(peaks.pop("joined")), final=final, ahead=ahead, **peaks, **losses)
 
 
 def _deferring(joined: Iterable[tuple[float, ...]]) -> tuple[Deferring, ...]:
@@ -350,11 +358,13 @@ def _flight(schedule: Schedule, rank: int) -> Flight:
     later, deferring, back = set[tuple[int, ...]](), set[tuple[int, ...]](), set[int]()
     logits = most_logits = later_logits = 0
     last, splits = schedule.stages - 1, any(action[0] == "I" for action in program)
+    final = dict[int, tuple[int, ...]]()
     # Whether a forward action came last, and since the last one that frees an activation.
     after = grown = grown_unread = False
     for kind, stage, _, _ in program:
         place = places[stage]
         if kind in ("B", "I"):
+            final[stage] = tuple(now)
             if len(back) == len(held):
                 later.add(tuple(now))
                 later_logits = max(later_logits, logits)
@@ -394,6 +404,7 @@ def _flight(schedule: Schedule, rank: int) -> Flight:
         unread=_front(most_unread, slices) if splits else (),
         later=_front(later, slices),
         later_losses=later_logits / slices,
+        final=tuple(tuple(n / slices for n in final[stage]) for stage in held),
         deferring=_deferring(_front(deferring, slices)),
         ahead=_fetched_ahead(schedule, rank) if len(held) > 1 else (),
     )

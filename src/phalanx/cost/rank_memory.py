@@ -98,6 +98,12 @@ class RankParts:
         self.shards = shards_of(held, self.layout)
         """Parameters of the rank's stages, those that are trained, and over how many ranks their state is sharded:
         dense ones, and experts."""
+        waits = step.formulas.profile.keeps_buckets and gathers_parameters(self.layout) and self.layout.pp > 1
+        several = step.spec.batch.accumulation > 1
+        self.waits = (
+            waits and several and self.layout.accumulate == "local" and (not flight.deferring or len(flight.held) == 1)
+        )
+        """Whether ZeRO-3 sends gradients in the last backward pass of each stage alone."""
         self.fsdp = FsdpMemory(step, self.runs, self.shards, flight.ahead, first=self.first, last=self.last)
 
     @cached_property
@@ -229,12 +235,19 @@ class RankParts:
         moved = [sum(run.many * run.moved for run in runs) for runs in self.runs]
         return max(sum(map(mul, peak, moved)) for peak in self.flight.unread or self.flight.most)
 
-    def backward(self, gradients: bool, *, unsent: bool = False, modules: bool = False) -> tuple[float, float]:
+    def backward(
+        self, gradients: bool, *, unsent: bool = False, modules: bool = False, place: int | None = None
+    ) -> tuple[float, float]:
         """Returns the most bytes that the backward pass of a block needs besides what all blocks keep, less what later
         blocks have released: recomputed tensors and gradients of activations; and the bytes of gathered inputs, of
         messages in transit and of ZeRO-3's blocks and gradients on their way. `gradients`: those of all weights are
-        counted already, also those of ZeRO-3 that are `unsent`. `modules`: of modules for further tokens alone."""
-        found = (self._backward(place, gradients, unsent=unsent, modules=modules) for place in range(len(self.runs)))
+        counted already, also those of ZeRO-3 that are `unsent`: in a pipeline they leave in the last backward pass of a
+        stage, here of that at `place`. `modules`: of modules for further tokens alone."""
+        places = range(len(self.runs)) if place is None else (place,)
+        found = [
+            self._backward(each, gradients, unsent=unsent, modules=modules, last=not self.waits or place is not None)
+            for each in places
+        ]
         inside, fetched, _ = max(found, key=sum)
         return inside + self.step.beside_gradient - self.step.gathered, self.step.gathered + self.between + fetched
 
@@ -285,6 +298,7 @@ class RankParts:
         unsent: bool,
         modules: bool,
         sends: tuple[Sends, float] | None = None,
+        last: bool = True,
     ) -> tuple[float, float, float]:
         """Returns the same for one stage, its blocks and gradients on their way alone. From block to block it gives up
         what it keeps and gets gradients of weights. Beside the first block in the backward pass, what is gathered
@@ -304,7 +318,8 @@ class RankParts:
             ]
             moved = max((run.moved for run in held), default=0.0)
             moved += self._deferred_head() if self.last and place == len(self.runs) - 1 else 0.0
-            whole = max(next(self.fsdp.moments(place, number, unsent=unsent))[1] for number in range(len(blocks)))
+            each = (self.fsdp.moments(place, number, unsent=unsent, sends=last) for number in range(len(blocks)))
+            whole = max(next(moment)[1] for moment in each)
             return inside + max(0.0, sum(grown[1:])) + moved, whole, 0.0
         adds = gradients and not self.memory_profile.gradients_stay and not gathers_parameters(self.layout)
         # Of gradients in flat buckets one bucket is counted already.
@@ -332,7 +347,8 @@ class RankParts:
                     sizes, before = sends[0], sends[1] + done + number * block.trained
                     moments = [(size, *sizes(before + own)) for own, size in block.moments.items()]
                 elif self.fsdp.units:
-                    moments = self.fsdp.moments(place, first + number, sent + number * reduced, unsent=unsent)
+                    gone = sent + number * reduced if last else 0.0
+                    moments = self.fsdp.moments(place, first + number, gone, unsent=unsent, sends=last)
                 here = stream - given_up - number * released + max(0.0, arrived + number * gained - bucket)
                 # Gradients of keys and values wait for the block that has lent them.
                 here += head + sum((borrowed | ({window: block.borrowed} if number else {})).values())
@@ -575,6 +591,13 @@ def _fullest(rank: RankParts) -> RankMemory:
         ("loss", first, kept + hidden, logits + waiting, forward + rank.between),
     ]
     moments += sending
+    if rank.waits and flight.deferring:  # sent once autograd is through
+        moments.append(("backward", early, 0.0, 0.0, gathered + rank.between + fsdp.sent_at_end()))
+    for place, counts in enumerate(flight.final if rank.waits and not flight.deferring else ()):
+        again, moving = rank.backward(True, unsent=unsent, place=place)
+        moments.append(
+            ("backward", early, rank._kept_of(counts) + again, rank.waiting_logits(further=0), moving + whole)
+        )
     if fsdp.units and rank.layout.shard_ranks > 1 and memory_profile.keeps_buckets:
         there, saved = (0.0, sum(rank._kept)) if fsdp.gathers_once else (early, kept)
         for copied, inside in fsdp.fetched_in_forward():
