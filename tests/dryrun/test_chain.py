@@ -236,6 +236,7 @@ WIDE = [
     ("experts", Layout(dp_shard=4, zero=3, tiles=2)),
     ("adapters", Layout(dp_shard=4, zero=3, reshard=False)),
     ("llama", Layout(offload="optimizer+parameters", zero=3)),
+    ("adapters", Layout(dp_shard=4, zero=3, recompute="mlp")),
 ]
 """Cells in which what ZeRO-3 gathers and sends of a block is large beside its activations, with a technique each."""
 MORE_WIDE = [
@@ -270,17 +271,19 @@ MORE_WIDE = [
     Layout(dp_shard=4, zero=1, micro_batch=1, recompute="full"),
     Layout(dp_shard=4, zero=2),
 ]
-MISSED = {("experts", "cpu"): ["dp_shard=4,ep=2,offload=all"], ("adapters", "cuda"): ["dp_shard=4,recompute=mlp"]}
-"""Cells that prediction misses by more: +17 % of gloo's copies of experts that leave, -7 % of adapters in a forward
-pass. So it does a pipeline on a CPU, up to +15 %: that sends once autograd is through a stage, gloo's copies are
-predicted earlier."""
+MISSED = {("experts", "cpu"): ["dp_shard=4,ep=2,offload=all", "dp_shard=4,pp=2,reshard=false,micro_batch=1"]}
+"""Cells that prediction misses by more: +17 % of copies by gloo of experts that leave, +4 % where blocks stay whole. So
+are split backward passes on a CPU, +4 to +6 %: a gradient is counted in the first half."""
 WIDE_CELLS = [
     *((*each, "cuda") for each in WIDE),
+    ("llama", Layout(dp_shard=4, pp=2, zero=3, micro_batch=1, accumulate="sharded"), "cpu"),
+    ("llama", Layout(dp_shard=4, pp=2, zero=3, micro_batch=1), "cpu"),
     *also_whole(
         *(
             cell
             for cell in product(("gpt", "llama", "experts", "adapters"), MORE_WIDE, ("cuda", "cpu"))
-            if cell[1].line() not in MISSED.get((cell[0], cell[2]), ()) and (cell[1].pp == 1 or cell[2] == "cuda")
+            if cell[1].line() not in MISSED.get((cell[0], cell[2]), ())
+            and (cell[1].schedule != "zb_h1" or cell[2] == "cuda")
         )
     ),
 ]
@@ -298,6 +301,64 @@ def wide_job(name, layout, **options):
 )
 def test_memory_of_wide_blocks_is_predicted(name, layout, device):
     """Of steps: what is drawn to begin a wide model may be more."""
+    compare_steps(wide_job(name, layout), device)
+
+
+CHUNKS = Layout(dp_shard=4, pp=2, zero=3, schedule="interleaved_1f1b", pp_chunks=2, micro_batch=1)
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [
+        ("adapters", CHUNKS),
+        ("llama", replace(CHUNKS, pp_chunks=4)),
+        *also_whole(
+            *product(
+                ("gpt", "llama", "experts", "adapters"),
+                (
+                    CHUNKS,
+                    replace(CHUNKS, prefetch=2, pp_chunks=4),
+                    replace(CHUNKS, recompute="full"),
+                    replace(CHUNKS, accumulate="sharded"),
+                    replace(CHUNKS, schedule="zb_v"),
+                    replace(CHUNKS, schedule="dualpipe_v"),
+                ),
+            ),
+            ("experts", replace(CHUNKS, ep=2)),
+            ("llama", replace(CHUNKS, offload="all")),
+        ),
+    ],
+    ids=named,
+)
+def test_memory_of_blocks_that_are_fetched_for_another_stage_is_predicted(name, layout):
+    """Of eight micro-batches: with fewer some gradients are not there yet when the most are in flight."""
+    job = wide_job(name, layout)
+    job = replace(job, model=replace(job.model, n_layers=2 * max(2, layout.pp_chunks)))
+    compare_steps(replace(job, train=replace(job.train, global_batch=8 * layout.data_ranks)), "cuda")
+
+
+@pytest.mark.parametrize(
+    ("name", "layout", "device"),
+    [
+        ("gpt", Layout(dp_shard=4, zero=2, offload="optimizer", bucket_mb=4), "cpu"),
+        *also_whole(
+            *product(
+                ("gpt", "llama"),
+                (
+                    Layout(dp_shard=4, zero=2, offload="optimizer"),
+                    Layout(dp_shard=4, zero=1, offload="optimizer", micro_batch=1),
+                    Layout(dp_shard=4, zero=2, offload="optimizer", bucket_mb=4, micro_batch=1),
+                    Layout(dp_shard=4, zero=2, offload="optimizer", bucket_mb=4, micro_batch=1, accumulate="sharded"),
+                    Layout(dp_replicate=4, offload="optimizer", bucket_mb=4),
+                    Layout(dp_replicate=2, dp_shard=2, zero=2, offload="optimizer", micro_batch=1),
+                ),
+                ("cuda", "cpu"),
+            )
+        ),
+    ],
+    ids=named,
+)
+def test_memory_of_buckets_that_leave_is_predicted(name, layout, device):
     compare_steps(wide_job(name, layout), device)
 
 

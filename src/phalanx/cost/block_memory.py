@@ -376,8 +376,15 @@ class BlockBytes(KeptBytes):
         chunked = bool(layout.logits_of(int(step.pass_tokens))) or head_tiles(model, layout) > 1
         self.deferred = step.tokens * deferred(place_of(model, layout, width=width), kind.block, chunked=chunked)
         """Bytes that wait for the weights' gradients where these are put off."""
-        self.whole = whole / step.slices
-        """Bytes of all that it computes for its backward pass, of the tokens that pass it at a time."""
+        self.forward = whole / step.slices
+        """Bytes of all that it computes for its backward pass, of the tokens that pass it at a time; with full
+        recomputation of the half that has more, and of its input: the other half's is gone or yet to come."""
+        if kind.recompute == "full":
+            shares, inputs = _shares(whole_place), step.stream / step.share
+            halves = (half_block(whole_place, kind.block, half) for half in HALVES)
+            sizes = ((each for operator in half for each in operator.saved) for half in halves)
+            numbers = max(sum(each.size / shares[each.cut] for each in half) for half in sizes)
+            self.forward = step.pass_tokens * numbers + inputs
         again = 0.0 if kind.recompute in ("products", "mlp") else max(0.0, whole - self.kept) / step.slices
         adds = step.spec.batch.accumulation > 1 and layout.accumulate == "local"
         batch = whole_place._replace(sequences=step.spec.batch.micro_batch, documents=step.spec.documents is not None)

@@ -47,6 +47,8 @@ class BlockParameters(NamedTuple):
     tile_experts: int
     tiles: int
     """Number of its tiles."""
+    last: int
+    """Parameters of the last trained one that ZeRO-3 sends with the rest of the block."""
 
     def gathered(self, experts: Any, *, tiled: bool) -> GatheredParameters:
         """Returns what ZeRO-3 gathers: with parameters of `experts`, if several ranks share them. `tiled`: tiles, if
@@ -82,7 +84,7 @@ def _block_parameters(
     model: ModelConfig, tp: int, ep: int, tiles: int, tile: str, kind: BlockKind, folds: bool
 ) -> BlockParameters:
     layout = Layout(tiles=tiles, tile=tile)
-    dense = routed = matrices = largest = trained_dense = trained_routed = 0
+    dense = routed = matrices = largest = trained_dense = trained_routed = last = 0
     tiled = Counter[str]()
     for weight in (each.folded(folds) for each in block_weights(model, kind)):
         size = weight.size_on(tp, ep)
@@ -96,6 +98,7 @@ def _block_parameters(
         if weight.is_matrix:
             matrices += prod(weight.shape_on(tp)[-2:])
         largest = max(largest, size)
+        last = trained if trained and not (weight.routed and ep > 1) else last
     # A layer's bias, if it is cut, is in the same tiles as its matrix.
     of_experts = [size for name, size in tiled.items() if is_expert(f"{name}.")]
     of_dense = [size for name, size in tiled.items() if not is_expert(f"{name}.")]
@@ -111,6 +114,7 @@ def _block_parameters(
         max(of_dense, default=0) // tiles,
         max(of_experts, default=0) // tiles,
         len(tiled) * tiles,
+        last,
     )
 
 
@@ -226,6 +230,22 @@ class Deferring(NamedTuple):
     """Those of which only weight gradients are left to compute."""
 
 
+class FetchedAhead(NamedTuple):
+    """Blocks that FSDP2 has fetched ahead and that have not computed yet when a stage of a rank begins a pass."""
+
+    backward: bool
+    place: int
+    """The stage's, among those of the rank."""
+    firsts: frozenset[int]
+    """Places of stages of which the first blocks are there: the stage before has fetched them in a forward pass."""
+    lasts: frozenset[int]
+    """Places of stages of which the last blocks are there: the stage after has fetched them in a backward pass."""
+
+    def is_part_of(self, other: FetchedAhead) -> bool:
+        """Returns whether all of it is there in `other`, too, which is of the same passes."""
+        return self[:2] == other[:2] and self.firsts <= other.firsts and self.lasts <= other.lasts
+
+
 class Flight(NamedTuple):
     """The stages and in-flight micro-batches of one pipeline rank."""
 
@@ -249,6 +269,11 @@ class Flight(NamedTuple):
     """As `losses`, at these moments."""
     deferring: tuple[Deferring, ...] = ()
     """Micro-batches in flight at peaks of a rank that splits its backward passes; empty for others."""
+    final: tuple[tuple[float, ...], ...] = ()
+    """Micro-batches in flight per stage when each stage of the rank begins its last backward pass."""
+    ahead: tuple[FetchedAhead, ...] = ()
+    """What ZeRO-3 has fetched ahead for stages of the rank when their passes begin, less what another pass of the same
+    stage has as a part; empty for a rank with one stage."""
 
     @property
     def joined(self) -> tuple[tuple[float, ...], ...]:
@@ -261,7 +286,7 @@ def flights(layout: Layout, micro_batches: int) -> tuple[Flight, ...]:
 
     Raises JobError if their number does not fit the schedule, or if its file is none."""
     if layout.pp == 1:
-        return (Flight((0,), ((1.0,),), 1),)
+        return (Flight((0,), ((1.0,),), 1, final=((1.0,),)),)
     name = layout.schedule
     if derived.is_file(name):
         return _flights(name, layout.pp, 0, 0, 0)
@@ -290,6 +315,9 @@ def _with_more(rank: Flight, more: int) -> Flight:
         losses=rank.losses and rank.losses + more,
         later=tuple(map(grown, rank.later)),
         later_losses=rank.later_losses and rank.later_losses + more,
+        final=tuple(
+            (*grown(one[:place]), one[place], *grown(one[place + 1 :])) for place, one in enumerate(rank.final)
+        ),
         deferring=tuple(Deferring(grown(one.in_flight), one.deferred) for one in rank.deferring),
     )
 
@@ -303,7 +331,11 @@ def with_all_peaks(alike: tuple[Flight, ...]) -> Flight:
         for name in ("most", "unread", "later", "joined")
     }
     losses = {name: max(getattr(rank, name) for rank in alike) for name in ("losses", "later_losses")}
-    return alike[0]._replace(deferring=_deferring(peaks.pop("joined")), **peaks, **losses)
+    final = tuple(
+        tuple(map(max, zip(*counts, strict=True))) for counts in zip(*(one.final for one in alike), strict=True)
+    )
+    ahead = _not_parts({fetched for rank in alike for fetched in rank.ahead})
+    return alike[0]._replace(deferring=_deferring(peaks.pop("joined")), final=final, ahead=ahead, **peaks, **losses)
 
 
 def _deferring(joined: Iterable[tuple[float, ...]]) -> tuple[Deferring, ...]:
@@ -326,11 +358,13 @@ def _flight(schedule: Schedule, rank: int) -> Flight:
     later, deferring, back = set[tuple[int, ...]](), set[tuple[int, ...]](), set[int]()
     logits = most_logits = later_logits = 0
     last, splits = schedule.stages - 1, any(action[0] == "I" for action in program)
+    final = dict[int, tuple[int, ...]]()
     # Whether a forward action came last, and since the last one that frees an activation.
     after = grown = grown_unread = False
     for kind, stage, _, _ in program:
         place = places[stage]
         if kind in ("B", "I"):
+            final[stage] = tuple(now)
             if len(back) == len(held):
                 later.add(tuple(now))
                 later_logits = max(later_logits, logits)
@@ -370,8 +404,38 @@ def _flight(schedule: Schedule, rank: int) -> Flight:
         unread=_front(most_unread, slices) if splits else (),
         later=_front(later, slices),
         later_losses=later_logits / slices,
+        final=tuple(tuple(n / slices for n in final[stage]) for stage in held),
         deferring=_deferring(_front(deferring, slices)),
+        ahead=_fetched_ahead(schedule, rank) if len(held) > 1 else (),
     )
+
+
+def _fetched_ahead(schedule: Schedule, rank: int) -> tuple[FetchedAhead, ...]:
+    """Returns Flight.ahead. A stage's last blocks fetch the first ones of the rank's next stage, which wait for their
+    forward pass, whatever comes before it; those that wait are fetched once."""
+    places = {stage: place for place, stage in enumerate(schedule.stages_on(rank))}
+    firsts = lasts = frozenset[int]()
+    found = set[FetchedAhead]()
+    for kind, stage, _, _ in schedule.programs[rank]:
+        if kind != "W":
+            place, backward = places[stage], kind != "F"
+            found.add(FetchedAhead(backward, place, firsts, lasts))
+            firsts -= {place}
+            lasts -= {place}
+            if backward and place:
+                lasts |= {place - 1}
+            elif not backward and place + 1 < len(places):
+                firsts |= {place + 1}
+    return _not_parts(found)
+
+
+def _not_parts(found: set[FetchedAhead]) -> tuple[FetchedAhead, ...]:
+    """Returns those that are no part of others."""
+    kept = list[FetchedAhead]()
+    for one in sorted(found, key=lambda each: len(each.firsts) + len(each.lasts), reverse=True):
+        if not any(map(one.is_part_of, kept)):
+            kept.append(one)
+    return tuple(kept)
 
 
 def _front(counts: Iterable[tuple[float, ...]], slices: int) -> tuple[tuple[float, ...], ...]:

@@ -14,11 +14,11 @@ from typing import Any, Literal
 from phalanx.blocks.kinds import BlockKind
 from phalanx.cost.block_memory import TRANSIT, BlockBytes, BlockRun, StepSizes
 from phalanx.cost.compression import compression_bytes
+from phalanx.cost.fsdp_memory import FsdpMemory
 from phalanx.cost.generation import generation_bytes
 from phalanx.cost.held import (
     Flight,
     LayerKind,
-    gathered_outside,
     kinds_of,
     outside,
     parameter_counts,
@@ -34,12 +34,8 @@ from phalanx.partition.derived import (
     bucket_bytes,
     flushes,
     gathers_parameters,
-    is_copied,
-    is_offloaded,
-    near_ranks,
     offloaded_layers,
     stashes,
-    wire_width,
     written,
 )
 from phalanx.partition.tensor_slices import head_tiles
@@ -70,17 +66,9 @@ class StepParts(StepSizes):
 
     def state(self, shards: Shards, *, flushes: bool = True, stashed: int = 0) -> StateBytes:
         """Returns the bytes of the state of some parameters."""
-        layout, m, shared = self.spec.layout, self.spec.batch.accumulation, gathers_parameters(self.spec.layout)
-        return self.formulas.state(
-            shards,
-            self.data_ranks,
-            layout.zero,
-            layout.accumulate,
-            m,
-            shared=shared,
-            flushes=flushes,
-            stashed=stashed,
-        )
+        layout = self.spec.layout
+        zero, shared = (layout.zero, layout.accumulate, self.spec.batch.accumulation), gathers_parameters(layout)
+        return self.formulas.state(shards, self.data_ranks, *zero, shared=shared, flushes=flushes, stashed=stashed)
 
     def context(self) -> int:
         """Returns the bytes outside the allocator."""
@@ -96,11 +84,8 @@ class RankParts:
         self.model, self.layout = step.spec.model, step.spec.layout
         self.memory_profile, self.width, self.formulas = step.memory_profile, step.spec.width, step.formulas
         self.blocks = [step.kinds_of(stage) for stage in flight.held]
-        # The backward pass begins with the last.
-        self.present = [
-            step.kinds[kind] for kind in dict.fromkeys(kind for held in self.blocks for kind, _ in held[::-1])
-        ]
         self.runs = [self._runs(held, stage) for held, stage in zip(self.blocks, flight.held, strict=True)]
+        self.present = {run.block for held in self.runs for run in held}
         self.first, self.last = 0 in flight.held, flight.stages - 1 in flight.held
         receives = any(stage and stage - 1 not in flight.held for stage in flight.held)
         self.sends = [stage < flight.stages - 1 and stage + 1 not in flight.held for stage in flight.held]
@@ -113,38 +98,13 @@ class RankParts:
         self.shards = shards_of(held, self.layout)
         """Parameters of the rank's stages, those that are trained, and over how many ranks their state is sharded:
         dense ones, and experts."""
-        # Experts that no other rank has are not gathered.
-        self.deals_out = self.shards[1][2] > 1 or is_offloaded(self.layout, "parameters")
-        fetches = gathers_parameters(self.layout) and not self.memory_profile.gathers_matrices
-        self.parts_experts = self.layout.ep > 1 and bool(self.deals_out)
-        """Whether ZeRO-3 gathers and sends a block's experts on their own."""
-        self.units = {
-            kind.kind.block: kind.parameters.gathered(self.deals_out, tiled=self.layout.reshard)
-            for kind in self.present
-            if fetches
-        }
-        """By kind of block, what ZeRO-3 gathers."""
-        self.ends = gathered_outside(self.model, self.layout, self.first, self.last, tiled=self.layout.reshard)
-        # Without a collective FSDP2 fetches a block when it computes.
-        self.ahead = self.layout.prefetch if self.layout.shard_ranks > 1 else 0
-        self.stay_whole = self.formulas.keeps_whole(self.layout.pp, reshard=self.layout.reshard)
-        """Whether blocks stay whole until their backward pass, in a pipeline until the last one."""
-        sent = max(self.ends.block, self.ends.tile, *(each.trained for each in self.units.values()), 0)
-        codec = self.layout.quantise_gradients
-        coded = 0.0 if codec == "none" else wire_width(codec, self.width)
-        self.gradient_codes = 2 * sent * coded
-        """Bytes of the codes of a group's gradients that a rank sends, and of as many that it gets."""
-        wide = {"none": 0, "fp8": self.width}.get(self.layout.quantise_weights, 8)
-        largest = max((kind.parameters.largest for kind in self.present), default=0)
-        self.decoding = max(0.0, wide * largest - self.gradient_codes)
-        """Bytes, more than those, in which a matrix's codes become numbers: in fp32, scaled and not."""
-        self.sum_width = max(self.width, self.formulas.gradient)
-        """Bytes per gradient of a group that is sent."""
-        self.gathers_once = self.stay_whole and self.layout.pp > 1
-        self.lingers = bool(self.units) and self.memory_profile.keeps_gathered and self.layout.shard_ranks > 1
-        """Whether FSDP2 has what it gathered last in a forward pass until it has copied what comes next."""
-        trained = self.ends.block if self.units and not self.model.freezes else 0
-        self.sent_last = self.formulas.sent_last(trained, step.spec.batch.accumulation, self.layout)
+        waits = step.formulas.profile.keeps_buckets and gathers_parameters(self.layout) and self.layout.pp > 1
+        several = step.spec.batch.accumulation > 1
+        self.waits = (
+            waits and several and self.layout.accumulate == "local" and (not flight.deferring or len(flight.held) == 1)
+        )
+        """Whether ZeRO-3 sends gradients in the last backward pass of each stage alone."""
+        self.fsdp = FsdpMemory(step, self.runs, self.shards, flight.ahead, first=self.first, last=self.last)
 
     @cached_property
     def state(self) -> StateBytes:
@@ -275,22 +235,32 @@ class RankParts:
         moved = [sum(run.many * run.moved for run in runs) for runs in self.runs]
         return max(sum(map(mul, peak, moved)) for peak in self.flight.unread or self.flight.most)
 
-    def backward(self, gradients: bool, *, unsent: bool = False, modules: bool = False) -> tuple[float, float]:
+    def backward(
+        self, gradients: bool, *, unsent: bool = False, modules: bool = False, place: int | None = None
+    ) -> tuple[float, float]:
         """Returns the most bytes that the backward pass of a block needs besides what all blocks keep, less what later
         blocks have released: recomputed tensors and gradients of activations; and the bytes of gathered inputs, of
         messages in transit and of ZeRO-3's blocks and gradients on their way. `gradients`: those of all weights are
-        counted already, also those of ZeRO-3 that are `unsent`. `modules`: of modules for further tokens alone."""
-        found = (self._backward(runs, gradients, unsent=unsent, modules=modules) for runs in self.runs)
+        counted already, also those of ZeRO-3 that are `unsent`: in a pipeline they leave in the last backward pass of a
+        stage, here of that at `place`. `modules`: of modules for further tokens alone."""
+        places = range(len(self.runs)) if place is None else (place,)
+        found = [
+            self._backward(each, gradients, unsent=unsent, modules=modules, last=not self.waits or place is not None)
+            for each in places
+        ]
         inside, fetched, _ = max(found, key=sum)
         return inside + self.step.beside_gradient - self.step.gathered, self.step.gathered + self.between + fetched
 
     def sending(self, *, stays: bool) -> Iterator[tuple[Moment, float, float, float, float]]:
         """Yields the bytes of gradients, activations, logits and communication at the fullest moment of the backward
-        pass in which each stage sends the buckets of ZeRO-1 or 2, and at its end. `stays`: sums of earlier
-        micro-batches are there while the most are in flight."""
+        pass in which each stage sends the buckets of ZeRO-1 or 2, or any that leave for the host, and at its end.
+        `stays`: sums of earlier micro-batches are there while the most are in flight."""
         layout, step, buckets = self.layout, self.step, self.formulas.profile.keeps_buckets
         total, m = sum(trained for _, trained, _ in self.shards), step.spec.batch.accumulation
-        if layout.zero not in (1, 2) or layout.shard_ranks == 1 or not buckets or self.formulas.offloads or not total:
+        shares = layout.zero in (1, 2) and layout.shard_ranks > 1
+        if self.formulas.offloads:  # they leave in turn, in a pipeline it is not known when
+            shares = layout.pp == 1 and step.data_ranks > 1 and not gathers_parameters(layout)
+        if not shares or not buckets or not total:
             return
         embedding = 0 if self.model.freezes or not self.first else outside(self.model, layout.tp, True, False)
         arrived = total - embedding - sum(run.many * run.block.trained for held in self.runs for run in held)
@@ -306,7 +276,7 @@ class RankParts:
                 passes[m > 1 and stays] = max(fullest, passes.get(m > 1 and stays, fullest))
             for several, kept in passes.items():
                 sent = sends[several], arrived
-                inside, copies, gradients = self._backward(held, True, unsent=False, modules=False, sends=sent)
+                inside, copies, gradients = self._backward(place, True, unsent=False, modules=False, sends=sent)
                 inside += step.beside_gradient - step.gathered
                 yield "backward", gradients, kept + inside, 0.0, step.gathered + copies
             arrived += sum(run.many * run.block.trained for run in held)
@@ -322,12 +292,13 @@ class RankParts:
 
     def _backward(
         self,
-        held: Sequence[BlockRun],
+        place: int,
         gradients: bool,
         *,
         unsent: bool,
         modules: bool,
         sends: tuple[Sends, float] | None = None,
+        last: bool = True,
     ) -> tuple[float, float, float]:
         """Returns the same for one stage, its blocks and gradients on their way alone. From block to block it gives up
         what it keeps and gets gradients of weights. Beside the first block in the backward pass, what is gathered
@@ -335,7 +306,7 @@ class RankParts:
         activations are on the host, those of the one that computes and of the one before it are here. Where buckets are
         sent, `sends` has a function that returns what that takes, by how many parameters have gradients, and how many
         have when the stage begins; the third number is of these."""
-        blocks = self._blocks(held)
+        held, blocks = self.runs[place], self.fsdp.blocks[place]
         if not blocks:
             return self.step.stream / self.step.share, 0.0, 0.0
 
@@ -346,18 +317,19 @@ class RankParts:
                 run.block.deferred - (0 if run.leaves else run.block.kept) for run in held for _ in range(run.many)
             ]
             moved = max((run.moved for run in held), default=0.0)
-            moved += self._deferred_head() if self.last and held is self.runs[-1] else 0.0
-            whole = max(next(self._moments(blocks, number, unsent=unsent))[1] for number in range(len(blocks)))
+            moved += self._deferred_head() if self.last and place == len(self.runs) - 1 else 0.0
+            each = (self.fsdp.moments(place, number, unsent=unsent, sends=last) for number in range(len(blocks)))
+            whole = max(next(moment)[1] for moment in each)
             return inside + max(0.0, sum(grown[1:])) + moved, whole, 0.0
         adds = gradients and not self.memory_profile.gradients_stay and not gathers_parameters(self.layout)
         # Of gradients in flat buckets one bucket is counted already.
         bucket = 0.0 if self.layout.zero == 2 and self.layout.shard_ranks > 1 else self.bucket()
         alone = not gradients and not bucket and not self.formulas.offloads
         head = 0.0
-        if self.last and held is self.runs[-1]:
+        if self.last and place == len(self.runs) - 1:
             if not gradients:
                 arrived = 0.0 if self.formulas.offloads and self.layout.pp == 1 else self.head_gradient()
-            elif self.model.tied and self.first and not self.model.freezes and (unsent or not self.units):
+            elif self.model.tied and self.first and not self.model.freezes and (unsent or not self.fsdp.units):
                 head = table(self.model, self.layout.tp) * self.width  # waits for that of the embedding
         next_runs, borrowed = [*held[-2::-1], None], dict[int, float]()
         for run, later in zip(reversed(held), next_runs, strict=True):
@@ -365,17 +337,18 @@ class RankParts:
             inside, stream = block.backward
             inside = block.adding if adds else block.first if alone else inside
             sharded = self._gradients(block)
-            gained = (0 if gradients else sharded) + self._summed_over_replicas(block)
+            gained = (0 if gradients else sharded) + self.fsdp.summed_over_replicas(block)
             reduced = block.trained * self.formulas.gradient - sharded if unsent else 0.0
             released = 0 if run.leaves else block.kept
             # Between them bytes grow or shrink evenly.
-            for number in sorted({*range(min(many, 2)), *range(max(0, many - 1 - self.ahead), many)}):
+            for number in sorted({*range(min(many, 2)), *range(max(0, many - 1 - self.fsdp.ahead), many)}):
                 moments = [(inside, 0.0, 0.0)]
                 if sends:
                     sizes, before = sends[0], sends[1] + done + number * block.trained
                     moments = [(size, *sizes(before + own)) for own, size in block.moments.items()]
-                elif self.units:
-                    moments = self._moments(blocks, first + number, sent + number * reduced, unsent=unsent)
+                elif self.fsdp.units:
+                    gone = sent + number * reduced if last else 0.0
+                    moments = self.fsdp.moments(place, first + number, gone, unsent=unsent, sends=last)
                 here = stream - given_up - number * released + max(0.0, arrived + number * gained - bucket)
                 # Gradients of keys and values wait for the block that has lent them.
                 here += head + sum((borrowed | ({window: block.borrowed} if number else {})).values())
@@ -392,120 +365,6 @@ class RankParts:
                 borrowed.pop(window, None)
         return most
 
-    def _blocks(self, held: Sequence[BlockRun]) -> list[BlockBytes]:
-        """Returns a stage's blocks in the order of the backward pass."""
-        return [run.block for run in reversed(held) for _ in range(run.many)]
-
-    def _moments(
-        self, blocks: Sequence[BlockBytes], number: int, sent: float = 0.0, *, unsent: bool
-    ) -> Iterator[tuple[float, float, float]]:
-        """Yields the bytes inside one of a stage's `blocks`, and those of ZeRO-3's blocks and gradients on their way:
-        at work, after its experts were sent on their own, and when it begins, copied from what came, before the next
-        ones come. `sent`: bytes of gradients that were counted and are not there any more."""
-        block, ahead, unit = blocks[number], self.ahead, self.units.get(blocks[number].kind.block)
-        passing, copies = self._passing(blocks[number - 1], unsent=unsent) if number else (self.sent_last, 0.0)
-        inside, after = block.inside if number else block.opening
-        fetched = self._fetched(blocks, number, ahead)
-        tile = unit.tile * self.sum_width if unit else 0.0
-        yield inside, fetched + max(0.0, (copies + tile if tile else passing) - sent), 0.0
-        yield after, fetched + max(0.0, copies - sent), 0.0
-        if not unit or self.stay_whole:
-            return
-        if self.layout.shard_ranks == 1:  # what it sends is copied and divided
-            yield -block.kept, 3 * unit.trained * self.sum_width, 0.0
-            return
-        whole, experts, _ = self._sizes(block)
-        mine = whole - experts
-        if self.memory_profile.copies_sums:  # what it sends is copied, and its sum is there, too
-            sums = (unit.trained - self._experts_alone(block)) * self.sum_width
-            sums *= 2 - unsent + 1 / self.layout.shard_ranks
-            yield -block.kept, fetched - whole + max(0.0, sums - sent), 0.0
-        came = self._fetched(blocks, number, ahead - 1) if ahead else mine
-        # Codes become numbers when the next block is asked for; without streams when this one is waited for.
-        decoded = (fetched if self.memory_profile.keeps_gathered else came) + self.decoding
-        yield 0.0, max(mine + came, decoded) + max(0.0, passing - sent), 0.0
-
-    def _sizes(self, block: BlockBytes) -> tuple[float, float, float]:
-        """Returns the bytes of a block that ZeRO-3 gathers, those of its experts which it gathers on their own, and
-        those that it gathers last."""
-        unit, parameters, width = self.units[block.kind.block], block.parameters, self.width
-        experts = (parameters.experts - parameters.tiled_experts * self.layout.reshard) * self.parts_experts
-        return unit.block * width, experts * width, (experts or unit.tile or unit.block) * width
-
-    def _experts_alone(self, block: BlockBytes) -> int:
-        """Returns the trained parameters of a block's experts that ZeRO-3 sends on their own."""
-        parameters = block.parameters
-        return (parameters.trained_experts - parameters.tiled_experts * self.layout.reshard) * self.parts_experts
-
-    def _fetched(self, blocks: Sequence[BlockBytes], number: int, ahead: int) -> float:
-        """Returns the bytes of ZeRO-3's whole blocks while one of a stage's `blocks` computes, which are in the order
-        of the backward pass: its own, those fetched `ahead` of the next ones, and its largest tile."""
-        if not self.units:
-            return 0.0
-        if self.gathers_once:
-            whole = sum(many * self.units[kind].block for kind, many in self.of_kind.items())
-        else:
-            last = None if self.stay_whole else number + 1 + ahead
-            whole = sum(self.units[block.kind.block].block for block in blocks[number:last])
-        return (whole + max(self.units[blocks[number].kind.block].tile, self.ends.tile)) * self.width
-
-    def fetched_in_forward(self) -> Iterator[tuple[float, float]]:
-        """Yields the bytes of ZeRO-3's blocks when one begins in a forward pass and when it ends, or its experts begin,
-        and those of activations less what blocks keep. Each is copied from what came, which may linger."""
-        stream, ahead = self.step.stream / self.step.share, max(1, self.ahead)
-        for held in self.runs:
-            sizes = [size for run in reversed(held) for size in [self._sizes(run.block)] * run.many]
-            sizes.append((0.0, 0.0, self.ends.block * self.width))
-            whole = [size for size, *_ in sizes]
-            first, later = 0, stream
-            for run in reversed(held):
-                each = 0.0 if run.leaves else run.block.kept
-                for number in {0, run.many - 1}:
-                    at, kept = first + number, later - (number + 1) * each
-                    (size, experts, _), (*_, before) = sizes[at : at + 2]
-                    stay = sum(whole[at + 1 : -1]) if self.stay_whole else 0.0
-                    came = sum(whole[max(0, at + 1 - ahead) : at + 1]) - (0 if self.ahead else experts)
-                    yield size - experts + came + before * self.lingers + stay + self.decoding, kept
-                    came = size * self.lingers + sum(whole[max(0, at - self.ahead) : at])
-                    yield size + came + stay + self.decoding, kept + (0.0 if experts else run.block.whole)
-                first, later = first + run.many, later - run.many * each
-
-    def fetched_at_end(self) -> float:
-        """Returns the bytes of ZeRO-3's blocks that stay whole in a pipeline, and of the first gradients on their way,
-        when the last backward pass of a stage has ended."""
-        stages = (self._blocks(held) for held in self.runs if held)
-        sizes = (self._fetched(blocks, 0, 0) + self._passing(blocks[0], unsent=True)[0] for blocks in stages)
-        return max(sizes, default=0.0)
-
-    def fetched_in_loss(self) -> tuple[float, float]:
-        """Returns the bytes of ZeRO-3's whole blocks in the loss, and once its backward pass comes to the blocks."""
-        if not (blocks := self._blocks(self.runs[-1])):
-            return 0.0, 0.0
-        if self.memory_profile.saves_slopes:
-            whole = self._fetched(blocks, 0, 0) + blocks[0].late
-            lingers = self.lingers and not self.gathers_once
-            return whole * self.stay_whole + (self._sizes(blocks[0])[2] if lingers else 0.0), whole
-        # Programs with another loss were measured with the last block, and with its gradients.
-        first, fetched = (self._fetched(blocks, 0, ahead) for ahead in (0, self.ahead))
-        return first, fetched + max(0.0, self._passing(blocks[0], unsent=False)[0] - blocks[0].kept)
-
-    def _passing(self, block: BlockBytes, *, unsent: bool) -> tuple[float, float]:
-        """Returns the bytes of a ZeRO-3 block's gradients on the way, and those without what FSDP2 gives up when it
-        sends the next ones."""
-        if not self.units:
-            return 0.0, 0.0
-        waits, held = self.step.waits, self.units[block.kind.block]
-        found, kept = self.formulas.passing(held, waits=waits), held.trained * self.sum_width
-        # Experts' are sent before, on their own: only a collective's copy is left.
-        experts = self._experts_alone(block) * self.sum_width
-        found, kept = found - experts, kept - experts
-        leaves = self.formulas.resident or not self.memory_profile.keeps_gathered
-        if self.formulas.offloads and self.layout.pp == 1 and leaves and self.layout.shard_ranks > 1:
-            found += held.trained / self.layout.shard_ranks * self.formulas.gradient  # which leaves with the next one
-        if unsent and not self.deals_out:  # experts' are divided on their own, into a copy
-            found += block.parameters.trained_experts * self.formulas.gradient
-        return found, found - kept
-
     def _gradients(self, kind: BlockBytes) -> float:
         """Returns the bytes of the gradients of a block's weights, unless they leave for the host at once."""
         layout, each = self.layout, 0.0
@@ -515,15 +374,6 @@ class RankParts:
         for numbers, (*_, ranks) in zip(trained, self.shards, strict=True):
             each += numbers * self.formulas.per_parameter(layout.zero, ranks, self.step.data_ranks)[1]
         return each
-
-    def _summed_over_replicas(self, block: BlockBytes) -> float:
-        """Returns the bytes of a block's shards in which FSDP2 sums over replicas, if they are wider than gradients.
-        They stay until the backward pass ends (torch's AllReduceState)."""
-        layout, sizes = self.layout, self.formulas
-        if not self.units or layout.dp_replicate == 1 or sizes.unbuffered == sizes.gradient:
-            return 0.0
-        trained = block.parameters.trained_dense, block.parameters.trained_experts
-        return sum(n / ranks for n, (*_, ranks) in zip(trained, self.shards, strict=True)) * sizes.gradient
 
     @property
     def logits_of(self) -> int:
@@ -595,29 +445,12 @@ class RankParts:
     def whole(self) -> tuple[float, float]:
         """Returns the bytes of buckets, dummies, the second copy of the parameters and what ZeRO-3 has whole outside of
         blocks; and those of its gradient of the head, which the backward pass begins with."""
-        layout, memory_profile = self.layout, self.memory_profile
         found = self.formulas.buffer(self.step.data_ranks)
-        if memory_profile.dummy_gradients:
+        if self.memory_profile.dummy_gradients:
             matrices = sum(kind.parameters.matrices for kind in self.present)
-            found += (matrices + self.last * table(self.model, layout.tp)) * self.width
-        if not gathers_parameters(layout):
-            return found, 0.0
-        if is_copied(layout):
-            near = near_ranks(layout), near_ranks(layout, experts=layout.ep > 1)
-            copied = sum(numbers / ranks for (numbers, *_), ranks in zip(self.shards, near, strict=True))
-            found += copied * wire_width(layout.quantise_weights, self.width)
-            if layout.quantise_weights == "fp8":
-                found += outside(self.model, layout.tp, self.first, self.last) / near[0] * (self.width - 1)
-        if memory_profile.gathers_matrices:
-            matrix = max(table(self.model, layout.tp), *(kind.parameters.largest for kind in self.present))
-            return found + matrix * 2 * self.width, 0.0
-        block, _, tile = (max(sizes) for sizes in zip(*(self.units.values() or ((0, 0, 0),)), strict=True))
-        if layout.quantise_weights != "none":
-            # The codes of a block that arrives, beside its numbers.
-            coded = max(block, tile, 0 if layout.quantise_weights == "fp8" else self.ends.block)
-            found += coded * wire_width(layout.quantise_weights, self.width)
-        found += self.gradient_codes
-        return found + self.ends.block * self.width, self.ends.trained * self.width
+            found += (matrices + self.last * table(self.model, self.layout.tp)) * self.width
+        within, head = self.fsdp.whole()
+        return found + within, head
 
     def is_whole_loss(self) -> bool:
         """Returns whether the loss is computed at once before ZeRO-3 fetches blocks for the backward pass and has the
@@ -725,24 +558,27 @@ def needed_bytes(spec: StepSpec, limit: float = inf) -> int:
 
 def _fullest(rank: RankParts) -> RankMemory:
     """Returns the memory of a rank at the fullest of its moments."""
-    step, flight, memory_profile, state = rank.step, rank.flight, rank.memory_profile, rank.state
+    step, flight, memory_profile, state, fsdp = rank.step, rank.flight, rank.memory_profile, rank.state, rank.fsdp
     beside = generation_bytes(step.spec, rank.of_kind.items(), (rank.first, rank.last))
     state = state._replace(parameters=state.parameters + beside.reference)
     kept, in_flight = rank.kept(flight.most)
     # Programs that keep all parameters whole under pp were measured with more.
     unsent = state.unsent > 0 and not memory_profile.whole_under_pp
-    (whole, head), (last, fetched) = rank.whole(), rank.fetched_in_loss()
+    (whole, head), (last, fetched) = rank.whole(), fsdp.fetched_in_loss()
     gathered = whole
     arrives, later = rank.is_whole_loss(), head + fetched - last
     late = 0.0 if state.unsent else rank.late_bucket()
     (logits, hidden), waiting = rank.logits(arriving=later if arrives else 0.0, bucket=late), rank.waiting_logits()
-    forward, whole = whole + last + rank.sent_last + (0.0 if arrives else later), whole + (0.0 if unsent else head)
+    forward, whole = (
+        whole + last + fsdp.sent_last + (0.0 if arrives else later),
+        whole + head * (not unsent and not fsdp.outside_waits),
+    )
     # Where all are in flight at once, none has left gradients yet.
     passes = step.spec.batch.accumulation * len(flight.held)
     updates_each = stashes(step.spec.layout)
     stays = step.formulas.stays(passes, max(map(sum, flight.most))) and not updates_each
     bucket = rank.bucket()
-    early = state.early(stays, bucket)
+    early = state.early(stays, bucket) + fsdp.outside_waits
     sending = [*rank.sending(stays=stays)]
     again, moving = rank.backward(stays or state.unsent > 0 or bool(sending), unsent=unsent)
     host, disk = step.formulas.beside(rank.shards)
@@ -755,12 +591,19 @@ def _fullest(rank: RankParts) -> RankMemory:
         ("loss", first, kept + hidden, logits + waiting, forward + rank.between),
     ]
     moments += sending
-    if rank.units and rank.layout.shard_ranks > 1 and memory_profile.keeps_buckets:
-        there, saved = (0.0, sum(rank._kept)) if rank.gathers_once else (early, kept)
-        for copied, inside in rank.fetched_in_forward():
-            moments.append(("forward", there, saved + inside, 0.0, gathered + rank.sent_last + rank.between + copied))
-    if rank.gathers_once and rank.units and unsent:  # sent once autograd is through
-        moments.append(("backward", early, 0.0, 0.0, gathered + rank.between + rank.fetched_at_end()))
+    if rank.waits and flight.deferring:  # sent once autograd is through
+        moments.append(("backward", early, 0.0, 0.0, gathered + rank.between + fsdp.sent_at_end()))
+    for place, counts in enumerate(flight.final if rank.waits and not flight.deferring else ()):
+        again, moving = rank.backward(True, unsent=unsent, place=place)
+        moments.append(
+            ("backward", early, rank._kept_of(counts) + again, rank.waiting_logits(further=0), moving + whole)
+        )
+    if fsdp.units and rank.layout.shard_ranks > 1 and memory_profile.keeps_buckets:
+        there, saved = (0.0, sum(rank._kept)) if fsdp.gathers_once else (early, kept)
+        for copied, inside in fsdp.fetched_in_forward():
+            moments.append(("forward", there, saved + inside, 0.0, gathered + fsdp.sent_last + rank.between + copied))
+    if fsdp.gathers_once and fsdp.units and unsent:  # sent once autograd is through
+        moments.append(("backward", early, 0.0, 0.0, gathered + rank.between + fsdp.fetched_at_end()))
     if any(rank.sends) and memory_profile.saves_slopes and not flight.deferring:  # of other programs it is not known
         ends, sent, later_sent = rank.forward()
         moments.append(("forward", state.early(stays=False, bucket=bucket), ends, 0.0, sent + gathered + fetched))
@@ -771,7 +614,7 @@ def _fullest(rank: RankParts) -> RankMemory:
     if flight.later and not stays and not updates_each:
         again, moving = rank.backward(True, unsent=unsent)
         late = rank.kept(flight.later)[0] + again, rank.waiting_logits(later=True), moving + whole
-        moments.append(("backward", state.early(True, bucket), *late))
+        moments.append(("backward", state.early(True, bucket) + fsdp.outside_waits, *late))
     if updates_each:  # while the others are in flight
         others = [tuple(max(0.0, count - 1) for count in counts) for counts in flight.most]
         moments.append(("optimizer", state.gradients + state.copied, rank.kept(others)[0], 0, 0))

@@ -191,9 +191,10 @@ class MemoryFormulas:
         return (data_ranks > 1) * (self.profile.bucket_numbers * self.gradient)
 
     def bucket(self, shards: Shards, data_ranks: Any, layout: Layout) -> Any:
-        """Returns the bytes of a bucket; on their way to the host one is summed while the next is filled."""
+        """Returns the bytes of a bucket. In a pipeline, on their way to the host, one is summed while the next is
+        filled."""
         whole = sum(trained for _, trained, _ in shards) * self.gradient
-        return (data_ranks > 1) * smaller(whole, (2 if self.offloads else 1) * bucket_bytes(layout))
+        return (data_ranks > 1) * smaller(whole, (1 + (self.offloads and layout.pp > 1)) * bucket_bytes(layout))
 
     def fills_late(self, zero: int) -> bool:
         """Returns whether the first bucket is made with a micro-batch's first gradient, when the gradient of the logits
@@ -204,13 +205,14 @@ class MemoryFormulas:
         self, shards: Shards, buckets: Sequence[int], layout: Layout, *, several: bool
     ) -> Callable[[float], tuple[float, float]]:
         """Returns a function of the number of parameters whose gradients have come in the last backward pass. It
-        returns the bytes that a collective has copied, and those of gradients in flat buckets of ZeRO-1 or 2.
-        `buckets`: how many have come when each is full; `several`: there are sums of earlier micro-batches. ZeRO-2
-        frees a bucket, but for its shard, when the next one is sent."""
+        returns the bytes that a collective has copied, and those of gradients in flat buckets of ZeRO-1 or 2, or
+        of buckets that leave for the host. `buckets`: how many have come when each is full; `several`: there are sums
+        of earlier micro-batches. When the next bucket is sent, ZeRO-2 frees one but for its shard, or it has left."""
         total = sum(trained for _, trained, _ in shards)
         moving = sum(trained for _, trained, ranks in shards if ranks > 1)
         share = sum(trained / ranks for _, trained, ranks in shards if ranks > 1)
         sums, keeps_sums = moving / total * self.gradient, several and layout.accumulate == "local"
+        transient = layout.zero == 2 and share > 0
         # They change with the bucket, and with the first gradient of the next one.
         known: dict[tuple[int, bool], tuple[float, float]] = {}
 
@@ -218,11 +220,14 @@ class MemoryFormulas:
             before, sent, filling = (
                 buckets[n] if n >= 0 else 0 for n in (full - 2, full - 1, min(full, len(buckets) - 1))
             )
+            copies = self.profile.copies_sums * (sent - before) * sums
+            whole = total if several and (keeps_sums or not transient) else filling if begun else sent
+            summed = total + sent - before if several and not keeps_sums else sent
+            if self.offloads:  # those before the one that was sent last have left
+                shards = (summed - before) / total * share * transient
+                return copies, (whole - before + shards) * self.gradient
             if layout.zero == 1:
                 return self.profile.copies_sums * sent * sums, total * self.gradient
-            whole = total if keeps_sums else filling if begun else sent
-            summed = total + sent - before if several and not keeps_sums else sent
-            copies = self.profile.copies_sums * (sent - before) * sums
             return copies, (whole - before) * sums + summed / total * share * self.gradient + (
                 total - moving
             ) * self.gradient
@@ -247,9 +252,8 @@ class MemoryFormulas:
 
     def sent_last(self, outside: Any, micro_batches: Any, layout: Layout) -> Any:
         """Returns the bytes of gradients outside of blocks that FSDP2 has sent for a micro-batch, and keeps until it
-        sends those of the next one; for `outside` trained parameters."""
-        keeps = (micro_batches > 1) * (layout.accumulate == "sharded" and layout.pp == 1)
-        return keeps * outside * max(self.width, self.gradient)
+        sends those of the next one, or that wait for the end of a pipeline's step; for `outside` trained parameters."""
+        return (micro_batches > 1) * (layout.accumulate == "sharded") * outside * max(self.width, self.gradient)
 
     def context(self, *axes: Any) -> Any:
         """Returns the bytes outside the allocator, of the device's context and of a communicator per axis of the mesh;

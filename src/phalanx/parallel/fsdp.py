@@ -165,6 +165,9 @@ class ShardedReplica(Replica):
             parts = [ends[0], *(blocks[name] for name in stage.layers), ends[1]]
             modules = [module for part in parts if part is not None for module in part.modules()]
             self.stages[number] = [module for module in reversed(modules) if isinstance(module, FSDPModule)]
+        if len(self.stages) > 1:
+            # As blocks without any before them: what has computed last may be another stage's.
+            self.root.set_modules_to_backward_prefetch([self.root])
         self.reshard = layout.reshard
         self._expect()
         super().__init__(model)
