@@ -94,6 +94,7 @@ def compare(one: PlanRequest, random: random.Random, spread: float = 5) -> int:
         rows = space.rows(np.array(numbers))
         rows = rows.select(np.array(sorted(random.sample(range(len(rows)), min(LAYOUTS, len(rows))))))
         seconds, memory = bounds.rows(rows)
+        tight = bounds.sizes(rows, runs=True)
     compared = 0
     for number in range(len(rows)):
         layout = space.layout(rows, number)
@@ -107,7 +108,7 @@ def compare(one: PlanRequest, random: random.Random, spread: float = 5) -> int:
         assert 0 < pair_seconds[pair] <= seconds[number] * EXACT, layout.line()
         assert 0 < pair_bytes[pair] <= memory[number] * EXACT, layout.line()
         assert seconds[number] <= predicted * EXACT, layout.line()
-        assert memory[number] <= needed * EXACT, layout.line()
+        assert memory[number] <= tight[number] * EXACT <= needed * EXACT**2, layout.line()
         assert seconds[number] > predicted / spread, layout.line()
     return compared
 

@@ -12,7 +12,7 @@ from phalanx.schedule import catalogue, check
 from phalanx.schedule.catalogue import SCHEDULES
 from phalanx.schedule.generators import round_robin, v_shape, with_weight_passes
 from phalanx.schedule.schedule import Action, Kind, Schedule
-from phalanx.schedule.timing import UNIT, Events, run, time
+from phalanx.schedule.timing import UNIT, Events, run, run_settled, time
 
 # The event loop with messages between ranks: what closed forms and common sense say of it.
 
@@ -278,3 +278,45 @@ def test_weight_passes_go_where_a_rank_would_wait_or_hold_too_much():
     order = [Action(kind, 0, micro) for micro in (0, 1) for kind in ("F", "I")]
     written = [" ".join(map(str, with_weight_passes([order], stages=1, most=most)[0])) for most in (1, 2)]
     assert written == ["0F0 0I0 0W0 0F1 0I1 0W1", "0F0 0I0 0F1 0I1 0W0 0W1"]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.sampled_from([name for name in NAMES if SCHEDULES[name].searched]),
+    st.sampled_from([2, 4, 8]),
+    st.sampled_from([0.0, 0.02, 0.4, 1.5]),
+    st.booleans(),
+    st.lists(st.floats(1, 1.4), min_size=16, max_size=16),
+)
+def test_a_pipeline_that_has_settled_goes_on_as_all_of_it_would(name, ranks, seconds, blocking, slowness):
+    """With stages of different times and messages one after the other, up to rounding."""
+    period, several = SCHEDULES[name].period(ranks), 20 * SCHEDULES[name].period(ranks) + 2
+    several -= several % period * bool(catalogue.problems(name, ranks, several))
+
+    def run_one(schedule: Schedule) -> Events:
+        return run(schedule, durations(schedule), ways(schedule, seconds), blocking=blocking)
+
+    def durations(schedule: Schedule) -> list[dict[str, list[float]]]:
+        each = [slowness[stage % len(slowness)] for stage in range(schedule.stages)]
+        return [{kind: [cost * slow for slow in each] for kind, cost in PASSES.items()}] * ranks
+
+    events, more = run_settled(lambda number: catalogue.build(name, ranks, number), several, period, run_one)
+    whole = run_one(catalogue.build(name, ranks, several))
+    assert end(events, durations(events.schedule)) + more == pytest.approx(
+        end(whole, durations(whole.schedule)), rel=1e-12
+    )
+
+
+def test_most_pipelines_settle_after_a_few_micro_batches():
+    settled = {
+        name: run_settled(
+            lambda number, name=name: catalogue.build(name, 4, number),
+            128,
+            SCHEDULES[name].period(4),
+            lambda schedule: run(schedule, alike(schedule, PASSES), ways(schedule, 0.1)),
+        )[0].schedule.micro_batches
+        for name in NAMES
+        if SCHEDULES[name].searched
+    }
+    assert {name: number for name, number in settled.items() if number > 64} == {}
+    assert run(catalogue.build("gpipe", 4, 64), alike(catalogue.build("gpipe", 4, 64))).growth(4) is None

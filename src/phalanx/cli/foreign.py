@@ -15,12 +15,11 @@ from phalanx.config.overrides import CommandLine
 from phalanx.config.yaml_file import Setting
 from phalanx.cost.frameworks import as_recipe, calibrated
 from phalanx.errors import JobError
-from phalanx.foreign.frame import ChangedLine, ForeignJob, Leftover
-from phalanx.foreign.read import format_named, read, write_back
 from phalanx.units import duration, gib, listed
 
 if TYPE_CHECKING:
     from phalanx.check.load import LoadedJob
+    from phalanx.foreign.frame import ChangedLine, ForeignJob, Leftover
     from phalanx.plan.plan import Candidate
 
 ALL = "all"
@@ -31,6 +30,8 @@ def put_below(path: Path, ignored: Sequence[str], line: CommandLine, *, needs_cl
     not understood is a problem of the command line, unless it is ignored or the command line sets its field."""
     if path.is_dir():
         raise JobError(f"--from {path}: takes a file of another framework; the weights of a run are model.from={path}")
+    from phalanx.foreign.read import read  # here and below: most commands read no such file
+
     theirs = read(path, line.problems)
     given = {setting.path for setting in line.settings}
     unknown = [each for each in theirs.unknown if ALL not in ignored and not _is_settled(each, ignored, given)]
@@ -117,6 +118,8 @@ def changes(about: Any, theirs: ForeignJob) -> dict[str, Any]:
 
 def choices(theirs: ForeignJob, before: LoadedJob, fixed: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """Yields the fixed fields of every search for a better layout that the framework can run."""
+    from phalanx.foreign.read import format_named
+
     found = format_named(theirs.kind)
     kept = {**{name: getattr(before.job.layout, name) for name in ("zero", *found.keeps)}, **found.fixed}
     if before.job.layout.zero == 3:
@@ -137,6 +140,8 @@ class Beside:
 
     @classmethod
     def of(cls, theirs: ForeignJob, before: Candidate, best: Candidate) -> Beside:
+        from phalanx.foreign.read import write_back
+
         batch = before.spec.batch
         layout = replace(before.layout, micro_batch=batch.micro_batch, accumulation=batch.accumulation)
         return cls(theirs, before, best, write_back(theirs, layout, best.layout))

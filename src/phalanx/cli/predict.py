@@ -40,10 +40,6 @@ from phalanx.optimizers.catalogue import state_bytes_of
 from phalanx.partition.derived import PARAMETER_BYTES, slices_of, solve
 from phalanx.partition.document_sample import MEANS, DocumentSample, imbalances
 from phalanx.partition.ramp import assumption
-from phalanx.pictures import context as context_picture
-from phalanx.pictures import layout as layout_picture
-from phalanx.pictures import prediction as prediction_picture
-from phalanx.pictures.schedule import slices_svg
 from phalanx.plan import page as plan_text
 from phalanx.plan.page import advice, shortfall
 from phalanx.plan.plan import Candidate, Plan
@@ -187,6 +183,12 @@ def run(words: Words) -> int:
     cuts = slices.compared(slices.slice_times(spec), slices_of(job.layout)) if sliced else {}
     if options["picture"] == "slices" and not cuts:
         raise JobError("--picture slices draws a pipeline with slices of sequences: set pp and schedule=terapipe")
+    # Here, because plan and simulate draw others.
+    from phalanx.pictures import context as context_picture
+    from phalanx.pictures import layout as layout_picture
+    from phalanx.pictures import prediction as prediction_picture
+    from phalanx.pictures.schedule import slices_svg
+
     pictures = {
         "slices": lambda: slices_svg(cuts, subject(spec, spec.layout.world)),
         "prediction": lambda: prediction_picture.svg(spec, prediction),

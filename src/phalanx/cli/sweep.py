@@ -14,7 +14,6 @@ from phalanx.cli.auto_layout import planned
 from phalanx.config import overrides
 from phalanx.cost.breakdown import document, duration, model_name, subject
 from phalanx.errors import DoesNotFitError, JobError
-from phalanx.pictures.panels import Panel, panels_svg
 from phalanx.units import aligned, gib, listed
 
 if TYPE_CHECKING:
@@ -169,6 +168,8 @@ def text(found: Sequence[Point]) -> str:
 def picture(found: Sequence[Point]) -> str:
     """Returns tokens per second per device and peak memory over the values of the first field, as an SVG document: one
     line per combination of the others, and a dot where the job fits in memory."""
+    from phalanx.pictures.panels import Panel, panels_svg  # rarely asked for
+
     name, *others = found[0].values
     order = list(dict.fromkeys(point.values[name] for point in found))
     every = ceil(len(order) * (1 + max(map(len, order))) / _LETTERS)

@@ -6,9 +6,9 @@ Every formula takes numbers or arrays: the planner bounds many layouts at once w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from math import log2
 from typing import Any, NamedTuple
 
@@ -19,7 +19,8 @@ from phalanx.config.layout import Layout
 from phalanx.cost.spec import Framework
 from phalanx.partition.derived import is_file, schedule_of
 from phalanx.schedule import catalogue
-from phalanx.schedule.timing import run, time
+from phalanx.schedule.schedule import Schedule
+from phalanx.schedule.timing import Events, Timing, run, run_settled
 
 
 def larger(first: Any, second: Any) -> Any:
@@ -283,16 +284,18 @@ def uneven_seconds(
     of `hops`."""
 
     def seconds(number: int) -> float:
-        schedule = schedule_of(layout, _legal(layout, number))
+        events, more = _settled(layout, _legal(layout, number), costs_of, hops)
+        schedule, costs = events.schedule, costs_of(events.schedule)
+        last = ((began[-1], program[-1]) for began, program in zip(events.starts, schedule.programs, strict=True))
+        end = max(began + costs[action.kind][action.stage] for began, action in last)
+        return (end + more) / schedule.steps
+
+    def costs_of(schedule: Schedule) -> dict[str, tuple[float, ...]]:
         forward, backward, weights = (
             tuple(one / schedule.slices for one in each) for each in zip(*stages, strict=True)
         )
         inputs = tuple(both - one for both, one in zip(backward, weights, strict=True))
-        costs = {"F": forward, "B": backward, "I": inputs, "W": weights}
-        messages = {pair: hops.between(*pair) / schedule.slices for pair in schedule.pairs} if hops != FREE else None
-        starts = run(schedule, (costs,) * schedule.ranks, messages, blocking=hops.blocks).starts
-        last = ((began[-1], program[-1]) for began, program in zip(starts, schedule.programs, strict=True))
-        return max(began + costs[action.kind][action.stage] for began, action in last) / schedule.steps
+        return {"F": forward, "B": backward, "I": inputs, "W": weights}
 
     period = 2 * layout.pp
     more = period + period + micro_batches % period
@@ -316,9 +319,28 @@ def _run(
     name: str, pp: int, micro_batches: int, chunks: int, slices: int, forward: float, weights: float, hops: Hops
 ) -> float:
     layout = Layout(pp=pp, schedule=name, pp_chunks=chunks, pp_slices=slices)
-    schedule = schedule_of(layout, micro_batches)
-    each = max(map(schedule.forward_passes, range(pp))) / schedule.micro_batches
     inputs = 1 - forward - weights
-    costs = {"F": forward / each, "B": (1 - forward) / each, "I": inputs / each, "W": weights / each}
-    seconds = {pair: hops.between(*pair) / schedule.slices for pair in schedule.pairs} if hops != FREE else None
-    return max(0.0, time(schedule, costs, seconds, hops.blocks).bubble_time) / schedule.steps
+
+    def costs_of(schedule: Schedule) -> dict[str, tuple[float, ...]]:
+        each = max(map(schedule.forward_passes, range(pp))) / schedule.micro_batches
+        costs = {"F": forward / each, "B": (1 - forward) / each, "I": inputs / each, "W": weights / each}
+        return {kind: (cost,) * schedule.stages for kind, cost in costs.items()}
+
+    events, more = _settled(layout, micro_batches, costs_of, hops)
+    schedule = events.schedule
+    timing = Timing(schedule, {kind: cost[0] for kind, cost in costs_of(schedule).items()}, events.starts)
+    work = max(map(timing.work, range(pp))) * (micro_batches * schedule.steps / schedule.micro_batches if more else 1)
+    return max(0.0, timing.duration + more - work) / schedule.steps
+
+
+def _settled(
+    layout: Layout, micro_batches: int, costs_of: Callable[[Schedule], Mapping[str, Sequence[float]]], hops: Hops
+) -> tuple[Events, float]:
+    """Returns what `run_settled` does for a layout's schedule, with the same costs on all ranks."""
+
+    def run_one(schedule: Schedule) -> Events:
+        messages = {pair: hops.between(*pair) / schedule.slices for pair in schedule.pairs} if hops != FREE else None
+        return run(schedule, (costs_of(schedule),) * schedule.ranks, messages, blocking=hops.blocks)
+
+    period = 0 if is_file(layout.schedule) else catalogue.entry_of(layout.schedule).period(layout.pp)
+    return run_settled(partial(schedule_of, layout), micro_batches, period, run_one)

@@ -8,7 +8,9 @@ from __future__ import annotations
 from collections.abc import Container, Hashable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, lru_cache
+from itertools import zip_longest
 from math import inf
+from operator import mul
 from typing import Any
 
 import numpy as np
@@ -16,9 +18,12 @@ from numpy.typing import NDArray
 
 from phalanx.blocks.kinds import BlockKind
 from phalanx.config.layout import Layout
+from phalanx.config.model import ModelConfig
 from phalanx.cost.communication import RankGroup, occupancy
 from phalanx.cost.exposed import (
     GRID,
+    MOST_RUN,
+    WIDEST,
     ComposedStep,
     block_state,
     compose,
@@ -26,7 +31,8 @@ from phalanx.cost.exposed import (
     is_uneven,
     pass_seconds,
 )
-from phalanx.cost.held import expert_ranks
+from phalanx.cost.held import Deferring, expert_ranks, flights
+from phalanx.cost.job_spec import stages
 from phalanx.cost.rank_time import HOST_OPS, handling_seconds, starts_again
 from phalanx.cost.state_formulas import StateBytes, overfull
 from phalanx.cost.step_state import clip_bytes, summing_seconds, update_seconds
@@ -44,9 +50,34 @@ def least_in_flight(scheduled: Scheduled, pp: int, m: int, rank: int) -> int:
     return SCHEDULES[scheduled.schedule].in_flight(pp, m, chunks_of(*scheduled), rank)
 
 
+Peak = tuple[NDArray[Any], NDArray[Any]]
+"""By number of micro-batches, the blocks of a rank with activations, once per micro-batch in flight: those before the
+backward pass of their inputs, and those that may wait for weight gradients alone."""
+
+
 @lru_cache(4096)
-def _in_flight(scheduled: Scheduled, pp: int, several: tuple[int, ...], rank: int) -> NDArray[np.int64]:
-    return np.array([least_in_flight(scheduled, pp, n, rank) for n in several])
+def _peaks(
+    model: ModelConfig, layout: Layout, least: int, several: tuple[int, ...], rank: int, runs: bool
+) -> list[Peak]:
+    """Returns lower bounds on the blocks at the peaks of a rank whose stages have at least so many, or if it `runs`,
+    those of the schedule's own program."""
+    scheduled = Scheduled(layout.schedule, layout.pp_chunks)
+    if not runs:
+        found = np.array([least * least_in_flight(scheduled, layout.pp, n, rank) for n in several])
+        return [(np.zeros_like(found), found)]
+    cut, peaks = stages(model, layout), list[list[tuple[float, float]]]()
+    for n in several:
+        flight = flights(layout, n)[rank]
+        sizes = [len(cut[stage]) for stage in flight.held]
+        moments = flight.deferring or [Deferring((), counts) for counts in flight.most]
+        blocks = {(sum(map(mul, one.in_flight, sizes)), sum(map(mul, one.deferred, sizes))) for one in moments}
+        most, front = -1.0, list[tuple[float, float]]()
+        for live, waiting in sorted(blocks, reverse=True):
+            if waiting > most:
+                most = waiting
+                front.append((live, waiting))
+        peaks.append(front)
+    return [(column[:, 0], column[:, 1]) for column in map(np.array, zip_longest(*peaks, fillvalue=(0.0, 0.0)))]
 
 
 MicroBatches = tuple[tuple[int, ...], NDArray[np.intp]]
@@ -67,22 +98,24 @@ def rank_activations(
     rank: int,
     kinds: Mapping[BlockKind, Floats],
     loss: Floats,
+    runs: bool = False,
 ) -> Floats:
     """Returns the least bytes of activations at the peak of a pipeline rank, from those of the `kinds` of its blocks
-    (Tables.activations, which may have an axis of recomputations first) and of the `loss`."""
-    layout = _changed(tables.space.base, pp=pp, schedule=scheduled.schedule)
+    (Tables.activations, which may have an axis of recomputations first) and of the `loss`; if it `runs`, with as many
+    in flight as in the schedule's own program."""
+    layout = _changed(tables.space.base, pp=pp, schedule=scheduled.schedule, pp_chunks=scheduled.pp_chunks)
     slices = slices_of(layout)
     # What one block needs is there whichever comes first: the least of the kinds.
     first, *others = (kinds[kind] for kind, _ in share.blocks)
     least = np.minimum.reduce([first, *others]) if others else first
     stays = 0 if is_offloaded(layout, "activations") else least[..., 0]
-    if splits_backward(layout):
-        stays = np.minimum(stays, least[..., 3])
+    waits = np.minimum(stays, least[..., 3]) if splits_backward(layout) else stays
     if slices > 1 and tables.request.model.dropout:
-        stays = stays / 2  # earlier slices see, and save scores of, fewer keys: half of all
+        waits = waits / 2  # earlier slices see, and save scores of, fewer keys: half of all
     several, which = m
-    most = _in_flight(scheduled, pp, several, rank)[which]
-    kept = most * share.least * stays
+    runs = runs and pp > 1 and slices == 1 and scheduled.schedule in SCHEDULES
+    peaks = _peaks(tables.request.model, layout, share.least, several, rank, runs)
+    kept = np.maximum.reduce([live[which] * stays + waiting[which] * waits for live, waiting in peaks])
     moving = least[..., 1] + least[..., 2] if pp > 1 else least[..., 1]
     moving = np.maximum(moving, loss) if share.head else moving
     return kept + moving / slices
@@ -97,8 +130,8 @@ class StepBytes:
     """The memory of layouts with the same pipeline. Arrays have a row per different rank contents and a column per
     layout."""
 
-    def __init__(self, group: Pipelines):
-        self.group, self.tables, self.m, self.pp = group, group.tables, group.m, group.pp
+    def __init__(self, group: Pipelines, runs: bool):
+        self.group, self.tables, self.m, self.pp, self.runs = group, group.tables, group.m, group.pp, runs
         self.formulas = group.tables.formulas
         self.entry = SCHEDULES.get(group.scheduled.schedule) if group.pp > 1 else None
         self.shards = group.shards
@@ -114,7 +147,10 @@ class StepBytes:
         group = self.group
         pipeline = self.tables, group.scheduled, self.pp, self.different
         ranks = zip(group.shares, group.first, apart, strict=True)
-        found = [rank_activations(*pipeline, share, rank, self.kinds, self.loss - less) for share, rank, less in ranks]
+        found = [
+            rank_activations(*pipeline, share, rank, self.kinds, self.loss - less, self.runs)
+            for share, rank, less in ranks
+        ]
         return np.array(found) + self.formulas.buffer(group.data_ranks)
 
     def bytes(self, state: int) -> Floats:
@@ -383,27 +419,29 @@ class Bounds:
         """Returns lower bounds on the seconds of some pairs, by recomputation and schedule, with any state sharding:
         infinite for schedules that a pair does not have, or that are not among the `schedules`. And whether bytes are
         within the `limit`, by recomputation, schedule and state sharding, at least on the rank with most activations;
-        False where all times exceed the `cutoff`."""
+        False for pairs whose times all exceed the `cutoff`."""
         time = np.full((len(pairs), len(RECOMPUTE), len(self.space.schedules)), inf)
         fits = np.zeros((*time.shape, len(STATES)), bool)
         for (pp,), members in grouped(self.pp[pairs]):
             some = pairs[members]
             m, inner = self.space.accumulation[some], self.tables.inner_of[some]
-            forward, states = self._forward[:, inner], dict[RankContents, Floats]()
-            options = np.unique(self.space.option_of[some]).tolist()
-            here = {scheduled for number in options for scheduled in self._schedules[number]}
-            for scheduled in sorted(here):
+            forward, least = self._forward[:, inner], np.full(len(some), inf)
+            options, timed = np.unique(self.space.option_of[some]).tolist(), list[int]()
+            for scheduled in sorted({scheduled for number in options for scheduled in self._schedules[number]}):
                 if scheduled not in schedules:
                     continue
                 idle = self._idle(some, pp, scheduled, forward)
                 slowest, others = self._passes(pp, scheduled)[:, :, inner]
                 idle = np.where(is_uneven(self.space.schedules[scheduled][0], slowest, others), 0.0, idle)
                 seconds = m * slowest + idle * others
-                seconds = np.maximum(seconds, self.link[some]) * (1 - ROUNDING)
+                seconds = np.maximum(seconds, self._sending(some, pp, scheduled)) * (1 - ROUNDING)
                 time[members, :, scheduled] = seconds.T
-                near = np.flatnonzero((seconds <= cutoff).any(0))
-                if len(near):
-                    fits[members[near], :, scheduled] = self._bytes(some, near, pp, scheduled, states) <= limit
+                if (fastest := seconds.min(0)).min() <= cutoff:
+                    least = np.minimum(least, fastest)
+                    timed.append(scheduled)
+            if timed:
+                near = np.flatnonzero(least <= cutoff)
+                fits[members[near, None], :, timed] = self._fitting(some[near], pp, timed, limit)
         return time, fits
 
     def rows(self, rows: Rows, limit: float = inf, cutoff: float = inf) -> tuple[Floats, Floats]:
@@ -413,9 +451,9 @@ class Bounds:
         if cutoff < inf:
             time = self.seconds(rows)
             near = np.flatnonzero(time <= cutoff)
-            memory[near] = self._sizes(rows.select(near))
+            memory[near] = self.sizes(rows.select(near))
             return time, memory
-        memory = self._sizes(rows)
+        memory = self.sizes(rows)
         small = np.flatnonzero(memory <= limit)
         time[small] = self.seconds(rows.select(small))
         return time, memory
@@ -428,14 +466,16 @@ class Bounds:
             of_time, found = StepSeconds(group), np.empty((len(STATES), len(group.inner)))
             for state in np.flatnonzero(np.bincount(states)).tolist():
                 found[state] = of_time.seconds(state, places[states == state] if runs else None)
-            time[members] = np.maximum(found[states, places], self.link[rows.pair[members]]) * (1 - ROUNDING)
+            sending = self._sending(rows.pair[members], group.pp, int(rows.scheduled[members[0]]))
+            time[members] = np.maximum(found[states, places], sending) * (1 - ROUNDING)
         return time
 
-    def _sizes(self, rows: Rows) -> Floats:
-        """Returns lower bounds on the bytes of every layout."""
+    def sizes(self, rows: Rows, runs: bool = False) -> Floats:
+        """Returns lower bounds on the bytes of every layout; if it `runs`, with the activations in flight of the
+        schedule's own program, which are slower to count."""
         memory = np.empty(len(rows))
         for members, group, states, places in self._groups(rows):
-            of_bytes, found = StepBytes(group), np.empty((len(STATES), len(group.inner)))
+            of_bytes, found = StepBytes(group, runs), np.empty((len(STATES), len(group.inner)))
             for state in np.flatnonzero(np.bincount(states)).tolist():
                 found[state] = of_bytes.bytes(state)
             beside = np.max(overfull(self.request.cluster, *self.formulas.beside(group.shards)), 0) * (1 - ROUNDING)
@@ -516,36 +556,45 @@ class Bounds:
         m = np.broadcast_to(self.space.accumulation[pairs], least.shape)
         return SCHEDULES[schedule].idle(pp, m, chunks, least)
 
-    def _bytes(
-        self,
-        every: NDArray[Any],
-        near: NDArray[Any],
-        pp: int,
-        scheduled: int,
-        states: dict[RankContents, Floats],
-    ) -> Floats:
-        """Returns the bytes at least of those of some pairs that are `near`, by recomputation and state sharding, on
-        the rank of a pipeline with the most micro-batches in flight, without unsharded parameters of ZeRO-3. `states`
-        has the fields of StateBytes by state sharding and field for `every` pair, by the rank's contents, which other
-        schedules have, too."""
-        tables, which, pairs = self.tables, self.space.schedules[scheduled], every[near]
-        inner, m, data_ranks = tables.inner_of[pairs], self.space.accumulation[pairs], self.data_ranks[pairs]
-        most = int(m.max())
-        share, (rank, _) = max(
-            tables.cut(pp, scheduled).items(),
-            key=lambda item: least_in_flight(which, pp, most, item[1][0]) * item[0].least,
-        )
-        loss, buffer = tables.loss(inner), self.formulas.buffer(data_ranks)
-        kinds = {kind: tables.activations(kind, slice(None), inner) for kind, _ in share.blocks}
-        activations = buffer + rank_activations(tables, which, pp, _different(m), share, rank, kinds, loss)
-        if share not in states:
-            counts = np.split(tables.counts(share)[tables.inner_of[every]].T, 2)
-            found = {key: self._state(every, counts, *key) for key in {(one.zero, one.accumulate) for one in STATES}}
-            fields = [[np.broadcast_to(each, len(every)) for each in found[one.zero, one.accumulate]] for one in STATES]
-            states[share] = np.array(fields)
-        here = StateBytes(*np.moveaxis(states[share][..., near], 1, 0)[:, :, None])
-        memory = here.fullest(here.unsent, activations, 0.0).T
-        return memory * (1 - ROUNDING) + self.context[pairs, None, None]
+    def _fitting(self, pairs: NDArray[Any], pp: int, schedules: Sequence[int], limit: float) -> NDArray[np.bool_]:
+        """Returns whether some pairs need at most `limit` bytes, by schedule, recomputation and state sharding, on the
+        rank of a pipeline with the most micro-batches in flight, without unsharded parameters of ZeRO-3."""
+        tables, inner, m = self.tables, self.tables.inner_of[pairs], self.space.accumulation[pairs]
+        most, loss, buffer = int(m.max()), tables.loss(inner), self.formulas.buffer(self.data_ranks[pairs])
+        room, different = (limit - self.context[pairs]) / (1 - ROUNDING), _different(m)
+        kinds, rooms = dict[BlockKind, Floats](), dict[RankContents, Floats]()
+        found = np.empty((len(pairs), len(schedules), len(RECOMPUTE), len(STATES)), bool)
+        for place, scheduled in enumerate(schedules):
+            which = self.space.schedules[scheduled]
+            share, (rank, _) = max(
+                tables.cut(pp, scheduled).items(),
+                key=lambda item, which=which: least_in_flight(which, pp, most, item[1][0]) * item[0].least,
+            )
+            kinds |= {
+                kind: tables.activations(kind, slice(None), inner) for kind, _ in share.blocks if kind not in kinds
+            }
+            if share not in rooms:
+                counts = np.split(tables.counts(share)[inner].T, 2)
+                states = {
+                    key: self._state(pairs, counts, *key) for key in {(one.zero, one.accumulate) for one in STATES}
+                }
+                left = {
+                    key: np.where(state.held + state.stepping <= room, room - state.held - state.unsent, -inf)
+                    for key, state in states.items()
+                }
+                rooms[share] = np.stack([left[one.zero, one.accumulate] for one in STATES], 1)
+            activations = buffer + rank_activations(tables, which, pp, different, share, rank, kinds, loss)
+            found[:, place] = activations.T[..., None] <= rooms[share][:, None]
+        return found
+
+    def _sending(self, pairs: NDArray[Any], pp: int, scheduled: int) -> Floats:
+        """Returns the seconds at least in which a link between two stages sends the messages of some pairs, one after
+        the other: of all stages of a rank where a prediction runs the schedule with messages of nearly their time."""
+        (schedule, chunks), link = self.space.schedules[scheduled], self.link[pairs]
+        if not 1 < pp <= WIDEST or schedule not in SCHEDULES:
+            return link
+        often = chunks_of(schedule, chunks) / SCHEDULES[schedule].directions * 2 ** (-0.5 / GRID)
+        return np.where(self.space.accumulation[pairs] <= MOST_RUN, link * max(1.0, often), link)
 
     def _hops(self) -> tuple[Floats, Floats]:
         """Returns, by pair, the seconds of a message from a stage to the next at least, and those of the micro-batches'

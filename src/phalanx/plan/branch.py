@@ -12,7 +12,7 @@ from collections.abc import Callable, Container, Iterable, Iterator
 from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
-from math import inf
+from math import inf, nan
 from types import SimpleNamespace
 from typing import NamedTuple
 
@@ -331,20 +331,24 @@ class Search:
             here = order[start : start + few]
             some = rows.select(here[seconds[here] <= found.cutoff])
             start, few = start + len(some), 2 * few
-            exact = self.bounds.seconds(some, runs=True)
-            nearest = np.argsort(exact, kind="stable")
+            exact, pp = self.bounds.seconds(some, runs=True), self.bounds.pp[some.pair]
+            nearest, memory = np.argsort(exact, kind="stable"), np.where(pp > 1, nan, 0.0)
             for place, number in enumerate(nearest):
                 if exact[number] > found.cutoff:
                     if counted:
                         found.rejected[SLOWER] += len(nearest) - place
                     break
-                self._predict(self.space.layout(some, int(number)), found)
+                if np.isnan(memory[number]):  # those with the same pipeline are bounded together
+                    alike = (pp == pp[number]) & (some.scheduled == some.scheduled[number]) & (exact <= found.cutoff)
+                    memory[alike] = self.bounds.sizes(some.select(alike), runs=True)
+                self._predict(self.space.layout(some, int(number)), found, float(memory[number]))
                 if len(found.predicted) >= enough:
                     break
         if counted:
             found.rejected[SLOWER] += len(order) - start
 
-    def _predict(self, layout: Layout, found: Found) -> None:
+    def _predict(self, layout: Layout, found: Found, memory: float) -> None:
+        """Predicts a layout that needs at least so many bytes of `memory`."""
         if layout in found.seen:
             return
         found.seen.add(layout)
@@ -353,7 +357,7 @@ class Search:
         except (JobError, ValueError):
             found.rejected["the schedule does not go with the batch or the layers"] += 1
             return
-        needed = needed_at_least(spec, self.limit)
+        needed = memory if memory > self.limit else needed_at_least(spec, self.limit)
         if needed <= self.limit:
             found.add(spec, predicted_seconds(spec))
             return

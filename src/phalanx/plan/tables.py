@@ -42,6 +42,7 @@ from phalanx.hashed import Hashed, hashed_once
 from phalanx.partition.derived import Batch, is_file, schedule_of
 from phalanx.plan.space import RECOMPUTE, PlanRequest, Scheduled, Space
 from phalanx.schedule import catalogue
+from phalanx.schedule.generators import placements
 
 Floats = NDArray[np.float64]
 TP, SP, CP, ULYSSES, EP, ETP, MICRO = range(7)
@@ -360,19 +361,19 @@ def _cut(model: ModelConfig, layout: Layout) -> Cut:
     if layout.pp == 1:
         return {RankContents(every_block(model), True, True, least=model.n_layers): (0, 1)}
     cut, kinds, shares = stages(model, layout), block_kinds(model), list[RankContents]()
-    # The stages of a rank do not depend on the number of micro-batches: the smallest legal one is built fastest.
-    name, few = layout.schedule, range(1, 2 * layout.pp + 1)
-    legal = few if is_file(name) else (m for m in few if not catalogue.problems(name, layout.pp, m, layout.pp_chunks))
-    schedule = schedule_of(layout, next(iter(legal)))
-    for rank in range(schedule.ranks):
-        held = schedule.stages_on(rank)
+    if is_file(layout.schedule):
+        places = schedule_of(layout, 1).placements
+    else:
+        chunks = catalogue.chunks_of(layout.schedule, layout.pp_chunks)
+        places = placements(catalogue.SCHEDULES[layout.schedule].placement, layout.pp, chunks)
+    for rank in range(layout.pp):
+        held = sorted({stage for each in places for stage, at in enumerate(each) if at == rank})
         blocks = Counter(kinds[layer] for stage in held for layer in cut[stage])
         last = next(kinds[cut[stage][-1]] for stage in reversed(held) if cut[stage])
         in_order = sorted(blocks.items(), key=lambda pair, last=last: (pair[0] != last, pair[0]))
-        visits = sum(placement.count(rank) for placement in schedule.placements)
-        part = visits / len(held) / len(schedule.placements)
+        part = sum(each.count(rank) for each in places) / len(held) / len(places)
         least = min(len(cut[stage]) for stage in held)
-        shares.append(RankContents(tuple(in_order), 0 in held, schedule.stages - 1 in held, part, least))
+        shares.append(RankContents(tuple(in_order), 0 in held, len(cut) - 1 in held, part, least))
     return {share: (shares.index(share), shares.count(share)) for share in dict.fromkeys(shares)}
 
 

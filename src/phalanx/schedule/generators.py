@@ -28,6 +28,12 @@ def v_shape(ranks: int) -> tuple[int, ...]:
     return (*range(ranks), *reversed(range(ranks)))
 
 
+def placements(kind: str, ranks: int, chunks: int = 1) -> tuple[tuple[int, ...], ...]:
+    """Returns, for each direction, the rank of each stage where stages are placed as `ScheduleEntry.placement` says."""
+    straight = round_robin(ranks, chunks if kind == "round robin" else 1)
+    return {"round robin": (straight,), "V": (v_shape(ranks),), "both ways": (straight, straight[::-1])}[kind]
+
+
 def interleaved_1f1b(ranks: int, micro_batches: int, chunks: int = 2) -> Schedule:
     """Runs 1F1B over V = `chunks` stages per rank: groups of P micro-batches pass through a rank's first stage, then
     through its second, and so on; the last group may be smaller.

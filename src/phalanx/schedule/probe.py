@@ -12,7 +12,7 @@ from typing import NamedTuple
 from phalanx.errors import ExtensionError
 from phalanx.registry import package_code
 from phalanx.schedule.check import problems as program_problems
-from phalanx.schedule.generators import round_robin, v_shape
+from phalanx.schedule.generators import placements
 from phalanx.schedule.schedule import Schedule, ScheduleEntry
 from phalanx.schedule.timing import time
 
@@ -128,12 +128,7 @@ def idle_time(schedule: Schedule, forward: float, weights: float) -> float:
 def stage_places(entry: ScheduleEntry, built: Sequence[ProbedProgram]) -> Iterator[str]:
     """Yields programs whose stages do not lie on the ranks as `placement` says."""
     for line in built:
-        straight = round_robin(line.ranks)
-        stated = {
-            "round robin": (round_robin(line.ranks, line.chunks),),
-            "V": (v_shape(line.ranks),),
-            "both ways": (straight, straight[::-1]),
-        }[entry.placement]
+        stated = placements(entry.placement, line.ranks, line.chunks)
         if line.schedule.placements != stated:
             yield f"placement is {entry.placement!r}, but with {line} the stages lie on {line.schedule.placements}"
 

@@ -7,11 +7,12 @@ messages: the closed forms of the papers are exact there (tests/schedule/test_cl
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from operator import itemgetter
+from operator import itemgetter, sub
 
+from phalanx.errors import JobError
 from phalanx.schedule.schedule import Action, Schedule
 
 
@@ -41,15 +42,45 @@ class Events:
     """Arrival times of results at the next stage, by stage, micro-batch and slice, first of forward and then of
     backward passes (or their I)."""
 
-    def arrivals_of(self, rank: int) -> list[float]:
-        """Returns, per action of a rank, the time at which its result is on the rank that needs it; for a W, which no
-        rank needs, that of its I."""
+    def arrivals_of(self, rank: int, some: slice = slice(None)) -> list[float]:
+        """Returns, per action of a rank or `some` of them, the time at which its result is on the rank that needs it;
+        for a W, which no rank needs, that of its I."""
         micros, slices = self.schedule.micro_batches, self.schedule.slices
         backward = self.schedule.stages * micros * slices
         return [
             self.arrivals[(stage * micros + micro) * slices + part + (0 if kind == "F" else backward)]
-            for kind, stage, micro, part in self.schedule.programs[rank]
+            for kind, stage, micro, part in self.schedule.programs[rank][some]
         ]
+
+    def growth(self, period: int) -> float | None:
+        """Returns the seconds by which `period` more micro-batches prolong the step, if the full pipeline has settled:
+        every action and every arrival of its last period is as much later as the same one a period before, and so all
+        that follows would be. None if it has not."""
+        return next((found for pick in (max, min) if (found := self._growth(period, pick))), None)
+
+    def _growth(self, period: int, pick: Callable[[Iterable[int]], int]) -> float | None:
+        """Returns the same; a rank's last period ends with the last F of one of its stages."""
+        schedule, later = self.schedule, list[float]()
+        shift = period // len(schedule.placements)
+        for rank, (program, starts) in enumerate(zip(schedule.programs, self.starts, strict=True)):
+            forward = [place for place, action in enumerate(program, 1) if action[0] == "F"]
+            end = pick({program[place - 1][1]: place for place in forward}.values())
+            many = len(program) * period // schedule.micro_batches
+            now, before = slice(end - many, end), slice(end - 2 * many, end - many)
+            inside = sum(end - many < place <= end for place in forward)
+            if end < 2 * many or inside * schedule.micro_batches != len(forward) * period:
+                return None
+            for one, other in zip(program[now], program[before], strict=True):
+                if one[:2] != other[:2] or one[2] != other[2] + shift or one[3] != other[3]:
+                    return None
+            later += map(sub, starts[now], starts[before])
+            later += map(sub, self.arrivals_of(rank, now), self.arrivals_of(rank, before))
+        least, most = min(later), max(later)
+        return most if most - least <= SETTLED * most else None
+
+
+SETTLED = 1e-12
+"""Relative difference between equal times that were summed in different orders."""
 
 
 def run(
@@ -148,6 +179,29 @@ def run(
             waiting[missing] = rank
             break
     return Events(schedule, tuple(map(tuple, starts)), arrived)
+
+
+FULL_PERIODS = 4
+"""Periods of micro-batches after which most pipelines have settled."""
+
+
+def run_settled(
+    build: Callable[[int], Schedule], micro_batches: int, period: int, run_one: Callable[[Schedule], Events]
+) -> tuple[Events, float]:
+    """Returns the events of a schedule with as few micro-batches as it needs to settle (`Events.growth`), and the
+    seconds by which all `micro_batches` take longer; of all of them, and 0, if it does not settle in half of them or
+    has no `period` (0)."""
+    number = FULL_PERIODS * period
+    while 0 < 2 * number <= micro_batches:
+        fewer = number + micro_batches % period
+        try:
+            events = run_one(build(fewer))
+        except JobError:  # it takes this number of micro-batches, but not every one of its period
+            break
+        if (each := events.growth(period)) is not None:
+            return events, each * (micro_batches - fewer) / period * events.schedule.steps
+        number *= 2
+    return run_one(build(micro_batches)), 0.0
 
 
 UNIT = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}

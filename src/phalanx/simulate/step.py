@@ -265,9 +265,12 @@ def _extrapolated(
     """Returns a lower and an upper estimate of a step from `micro_batches` of them and a `period` fewer: every rank
     continues at its rate, or at the rate of its own work. They differ while the first micro-batches in flight hide that
     a rank is slower than the one that sets the pace."""
-    numbers = micro_batches - period, micro_batches
-    shorter, longer = (_Step(spec, _schedule(spec, n), disturbance, ranks) for n in numbers)
+    longer = _Step(spec, _schedule(spec, micro_batches), disturbance, ranks)
     more, least, most = (spec.batch.accumulation - micro_batches) / period, 0.0, 0.0
+    if (growth := longer.events.growth(period)) is not None:
+        whole = longer.seconds() + more * growth
+        return whole, whole
+    shorter = _Step(spec, _schedule(spec, micro_batches - period), disturbance, ranks)
     for rank, (early, late) in enumerate(zip(shorter.ready, longer.ready, strict=True)):
         growth, work_growth = late - early, longer.work(rank, period)
         least, most = max(least, late + more * growth), max(most, late + more * max(growth, work_growth))
