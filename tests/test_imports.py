@@ -57,7 +57,7 @@ MOST_LINES = {
     "schedule": 2100,
     "serve": 830,
     "simulate": 1239,
-    "techniques": 1593,
+    "techniques": 1598,
     "trackers": 848,
     "train": 9895,
     "validation": 1535,

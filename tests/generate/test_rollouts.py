@@ -246,6 +246,7 @@ def test_a_reward_that_fails_is_named(place, words):
         ("grpo", {"pattern": "x"}, "train.grpo.pattern", "give both, or neither"),
         ("grpo", {"reward": "regex", "pattern": "("}, "train.grpo.pattern", "no regular expression"),
         ("grpo", {"temperature": 0.0}, "train.grpo.temperature", "must be above 0"),
+        ("grpo", {"max_new_tokens": 17}, "train.grpo.max_new_tokens", "ends at model.seq_len 16; nearest legal: 16"),
         ("grpo", {"clip_high": 0.01}, "train.grpo.clip_high", "is below clip"),
         ("data", {"packing": True, "document_mask": True}, "data.packing", "one sample; nearest legal: packing=False"),
         ("data", {"corpus": "chat"}, "train.grpo.group", "is for completions"),

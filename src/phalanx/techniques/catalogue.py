@@ -264,6 +264,11 @@ def policy_problems(job: Job) -> Iterator[Problem]:
             )
         return
     yield from _option_problems(options, job.model.logit_softcap)
+    if GrpoOptions().max_new_tokens != options.max_new_tokens > (most := job.model.seq_len):
+        yield (
+            "train.grpo.max_new_tokens",
+            f"is {options.max_new_tokens}, and a completion ends at model.seq_len {most}; nearest legal: {most}",
+        )
     yield from _must_be(job, _OF_COMPLETIONS)
     if job.train.precision == "fp8":
         yield "train.precision", "generation does not multiply in 8 bits (GRPO); nearest legal: bf16"
