@@ -277,6 +277,23 @@ class Message(NamedTuple):
         return self.forward + self.again(recompute) + self.back(recompute)
 
 
+@lru_cache(4096)
+def _product_sizes(
+    weights: tuple[Weight, ...], tp: int, ep: int, folds: bool
+) -> tuple[int, int, int, bool, bool] | None:
+    """Returns the columns, inner dimension and number of a product, and whether it is frozen and grouped."""
+    matrices = [weight for weight in weights if weight.is_matrix]
+    if not matrices:
+        return None
+    if folds and matrices[0].routed and matrices[0].shape[0] % (tp * ep) == 0:
+        tp, ep = 1, tp * ep
+    shapes = [weight.shape_on(tp, ep) for weight in matrices]
+    grouped = len(shapes[0]) == 3
+    outputs = sum(shape[-2] for shape in shapes)
+    frozen = all(weight.frozen for weight in weights)
+    return outputs, shapes[0][-1], shapes[0][0] if grouped else 1, frozen, grouped
+
+
 @dataclass(frozen=True)
 class Operator:
     """One operator on one rank, for one micro-batch."""
@@ -310,17 +327,8 @@ class Operator:
     def product(self, tp: int, ep: int, *, folds: bool = False) -> Product | None:
         """Returns the product with all matrices that read the same input, as one; None if there is none. `folds`:
         tensor ranks hold whole experts where there are enough, instead of a part of each."""
-        weights = self.matrices
-        if not weights or not self.rows:
-            return None
-        if folds and weights[0].routed and weights[0].shape[0] % (tp * ep) == 0:
-            tp, ep = 1, tp * ep
-        matrices = [weight.shape_on(tp, ep) for weight in weights]
-        grouped = len(matrices[0]) == 3
-        number = matrices[0][0] if grouped else 1
-        outputs = sum(shape[-2] for shape in matrices)
-        frozen = all(weight.frozen for weight in self.weights)
-        return Product(self.rows, outputs, matrices[0][-1], number, self.sixteen, frozen, grouped)
+        sizes = _product_sizes(self.weights, tp, ep, folds) if self.rows else None
+        return sizes and Product(self.rows, *sizes[:3], self.sixteen, *sizes[3:])
 
     def mode(self, recompute: Recompute) -> Recompute:
         """Returns the recomputation of this operator where its block has `recompute`."""
