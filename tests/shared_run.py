@@ -10,10 +10,8 @@ from __future__ import annotations
 
 import os
 import shutil
-import signal
 import sys
 import tempfile
-import time
 from collections.abc import Generator, Iterator
 from itertools import groupby
 from pathlib import Path
@@ -52,8 +50,6 @@ NICENESS = 10
 LOST = pytest.StashKey[int]()
 """How many tests in a row failed after LOST_S."""
 LOST_S, MOST_LOST = 150, 3
-STUCK_S = 400
-"""Longer than any test may take, also one that waits inside a library."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -69,15 +65,12 @@ def pytest_runtestloop(session: pytest.Session) -> bool | None:
     files.sort(key=lambda items: _place(items[0]))
     folder = Path(tempfile.mkdtemp())
     beside, parent = config.stash.setdefault(BESIDE, {}), os.getpid()
-    now = folder / "now"
     for number in range(config.option.beside):
         report = folder / f"{number}.log"
-        report.with_suffix(".now").touch()
         if not (pid := os.fork()):
             beside.clear()
             die_with_parent(parent)
             os.nice(NICENESS)
-            now = report.with_suffix(".now")
             warm.install_in_fork()
             warm.use_one_thread()  # before threads do: what each sees of torch's pool, lost in the fork, is made anew
             _write_to(report, config)
@@ -88,7 +81,6 @@ def pytest_runtestloop(session: pytest.Session) -> bool | None:
     item = next(claimed, None)
     while item is not None:
         following = next(claimed, None)
-        now.write_text(item.nodeid, encoding="utf-8")
         item.ihook.pytest_runtest_protocol(item=item, nextitem=following)
         item = following
         if session.shouldfail:
@@ -115,23 +107,9 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
 def pytest_sessionfinish(session: pytest.Session) -> None:
     """Waits for the processes beside this one, which fails if one of them did."""
     session.config.stash[SESSION] = session
-    for pid, report in session.config.stash.get(BESIDE, {}).items():
-        if _end_of(pid, report.with_suffix(".now")) and not session.exitstatus:
+    for pid in session.config.stash.get(BESIDE, {}):
+        if os.waitpid(pid, 0)[1] and not session.exitstatus:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
-
-
-def _end_of(pid: int, now: Path) -> int:
-    """Waits for a process beside this one, and returns its status. Where it is stuck, in a test or at its end, it
-    shows its stacks on standard error."""
-    while not (ended := os.waitpid(pid, os.WNOHANG))[0]:
-        time.sleep(0.1)
-        if time.time() - now.stat().st_mtime > STUCK_S:
-            print(f"Stuck, in or after {now.read_text(encoding='utf-8')}:", file=sys.stderr, flush=True)
-            for number in (signal.SIGABRT, signal.SIGKILL):
-                os.kill(pid, number)
-                time.sleep(1)
-            return os.waitpid(pid, 0)[1]
-    return ended[1]
 
 
 @pytest.hookimpl(trylast=True)
