@@ -17,6 +17,7 @@ import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from statistics import median
 
@@ -30,7 +31,7 @@ from phalanx.cost.spec import Framework
 from phalanx.validation.row import Reading, read
 
 PRECISION = 1e-5
-"""Of a value, which lies between a third and three times the one in the file."""
+"""Relative precision of a value, which is sought from a third of the one in the file up to three times it."""
 
 
 class Fit:
@@ -43,15 +44,16 @@ class Fit:
     def once(self, line: FittedValue) -> None:
         """Fits one value, with all others as they are."""
 
+        @cache
         def miss(factor: float) -> float:
             self.values[line] = line.value * math.exp(factor)
             return math.log(self.ratio(line))
 
-        ends = -math.log(3), math.log(3)
-        try:
-            found = brentq(miss, *ends, xtol=PRECISION)
-        except ValueError:  # no value between them does: the nearer end
-            found = min(ends, key=lambda end: abs(miss(end)))
+        low, high = -math.log(3), math.log(3)
+        if miss(low) * miss(high) < 0:
+            found = brentq(miss, low, high, xtol=PRECISION)
+        else:  # no value between them does: the nearer end
+            found = min(low, high, key=lambda end: abs(miss(end)))
         self.values[line] = line.value * math.exp(found)  # pyright: ignore[reportArgumentType]
 
     def ratio(self, line: FittedValue) -> float:
