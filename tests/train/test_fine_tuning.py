@@ -672,7 +672,7 @@ def test_an_indexer_begins_beside_dense_weights_and_is_trained_alone_then_with_a
 
 @pytest.mark.parametrize(("asked", "there", "said"), [(9, 5, True), (9, 9, False), (256, 5, False)])
 def test_a_validation_on_fewer_samples_than_asked_for_is_said(caplog, asked, there, said):
-    """Of the default it is not: most small data sets have fewer."""
+    """Nothing is said of the default number: most small data sets have fewer samples."""
     job = Job(train=Train(eval_samples=asked))
     data, val = (cast(ShardData, SimpleNamespace(sample_count=count)) for count in (100, there))
     with caplog.at_level("INFO"):

@@ -81,9 +81,9 @@ class LaunchPlan:
         if self.hosts and self.grid.nodes < len(self.hosts):
             found.append(f"uses {self.grid.nodes} of {len(self.hosts)} nodes")
         grid, devices = self.grid, self.devices
-        full = [host for host in self.hosts[: grid.nodes] if host.slots is not None and host.slots < grid.per_node]
-        if full:
-            short = ", ".join(f"{host.name} {host.slots}" for host in full[:3]) + ", …" * (len(full) > 3)
+        small = [host for host in self.hosts[: grid.nodes] if host.slots is not None and host.slots < grid.per_node]
+        if small:
+            short = ", ".join(f"{host.name} {host.slots}" for host in small[:3]) + ", …" * (len(small) > 3)
             found.append(f"{grid.per_node} processes per node, and these hosts have fewer slots: {short}")
         if grid.per_node < devices:
             ranks = f"{counted(grid.processes, 'rank')} for {grid.nodes * devices} devices"

@@ -224,8 +224,8 @@ class MemoryFormulas:
             whole = total if several and (keeps_sums or not transient) else filling if begun else sent
             summed = total + sent - before if several and not keeps_sums else sent
             if self.offloads:  # those before the one that was sent last have left
-                shards = (summed - before) / total * share * transient
-                return copies, (whole - before + shards) * self.gradient
+                own = (summed - before) / total * share * transient
+                return copies, (whole - before + own) * self.gradient
             if layout.zero == 1:
                 return self.profile.copies_sums * sent * sums, total * self.gradient
             return copies, (whole - before) * sums + summed / total * share * self.gradient + (
