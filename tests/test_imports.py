@@ -37,7 +37,7 @@ MOST_LINES = {
     "cli": 7707,
     "comm": 2139,
     "config": 6735,
-    "cost": 7637,
+    "cost": 7692,
     "data": 6918,
     "dryrun": 2705,
     "evaluate": 688,

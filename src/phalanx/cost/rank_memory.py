@@ -9,7 +9,7 @@ from functools import cached_property
 from itertools import pairwise
 from math import ceil, inf
 from operator import mul
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from phalanx.blocks.kinds import BlockKind
 from phalanx.cost.block_memory import TRANSIT, BlockBytes, BlockRun, StepSizes
@@ -145,12 +145,12 @@ class RankParts:
     def kept(self, peaks: Sequence[tuple[float, ...]]) -> tuple[float, float]:
         """Returns the most bytes that blocks keep on the device for the micro-batches in flight at some peaks, and the
         number of these."""
-        most, counts = max(((self._kept_of(counts), counts) for counts in peaks), key=lambda one: one[0])
+        most, counts = max(((self.kept_of(counts), counts) for counts in peaks), key=lambda one: one[0])
         return self._deferred if self.flight.deferring else most, sum(counts) / len(counts)
 
-    def _kept_of(self, counts: Sequence[float]) -> float:
+    def kept_of(self, counts: Sequence[float]) -> float:
         """Returns the bytes that blocks keep for so many micro-batches in flight per stage."""
-        found = sum(map(mul, counts, self._kept))
+        found = sum(map(mul, counts, self.kept_by_stage))
         if self.step.slices > 1:
             runs = [[(run.many, run.block) for run in held if not run.leaves] for held in self.runs]
             found += sum(map(self._by_slice, counts, runs))
@@ -179,7 +179,7 @@ class RankParts:
         waiting = [sum(run.many * run.block.deferred for run in runs) for runs in self.runs]
         if self.last:
             waiting[self.flight.held.index(self.flight.stages - 1)] += self._deferred_head()
-        return max(sum(map(mul, counts, (*self._kept, *waiting))) for counts in self.flight.joined)
+        return max(sum(map(mul, counts, (*self.kept_by_stage, *waiting))) for counts in self.flight.joined)
 
     def _deferred_head(self) -> float:
         """Returns the bytes of a micro-batch's input of the head and gradient of the logits, unless these come in
@@ -190,7 +190,7 @@ class RankParts:
         return step.tokens * (table(self.model, layout.tp) // self.model.d_model + self.model.d_model) * self.width
 
     @cached_property
-    def _kept(self) -> list[float]:
+    def kept_by_stage(self) -> list[float]:
         """The bytes that each stage keeps on the device per micro-batch in flight."""
         sizes = [
             sum(run.many * run.block.kept for run in runs if not run.leaves) + self._beside(runs, stage)
@@ -209,7 +209,7 @@ class RankParts:
         message, often = self.step.under_way / TRANSIT, self.step.slices
         coming = (TRANSIT + (self.step.beside > 0)) * message
         waiting = [sum(map(mul, counts, self.sends)) * often * message for counts in self.flight.most]
-        most = [self._kept_of(counts) for counts in self.flight.most]
+        most = [self.kept_of(counts) for counts in self.flight.most]
         kept, sent = max(zip(most, waiting, strict=True), key=sum)
         return kept, sent + coming, message + coming
 
@@ -271,7 +271,7 @@ class RankParts:
         fullest = self.kept(self.flight.most)[0]
         for place, held in reversed([*enumerate(self.runs)] * (not self.flight.deferring)):
             # By whether there are sums of earlier micro-batches: nothing else changes what the backward pass needs.
-            passes = {m > 1: self._kept_of([(each <= place) / step.slices for each in range(len(self.runs))])}
+            passes = {m > 1: self.kept_of([(each <= place) / step.slices for each in range(len(self.runs))])}
             if layout.zero == 2 and layout.accumulate == "sharded":  # every micro-batch sends
                 passes[m > 1 and stays] = max(fullest, passes.get(m > 1 and stays, fullest))
             for several, kept in passes.items():
@@ -556,85 +556,140 @@ def needed_bytes(spec: StepSpec, limit: float = inf) -> int:
     return most
 
 
+class MomentBytes(NamedTuple):
+    """Bytes at one moment of a step, besides what the rank has throughout."""
+
+    moment: Moment
+    gradients: float
+    activations: float = 0.0
+    logits: float = 0.0
+    communication: float = 0.0
+
+    @property
+    def total(self) -> float:
+        return self.gradients + self.activations + self.logits + self.communication
+
+
+class StepMoments:
+    """The moments of a step at which a rank may be fullest."""
+
+    def __init__(self, rank: RankParts, state: StateBytes):
+        flight, batch = rank.flight, rank.step.spec.batch
+        self.rank, self.state, self.fsdp = rank, state, rank.fsdp
+        # Programs that keep all parameters whole under pp were measured with more.
+        self.unsent = state.unsent > 0 and not rank.memory_profile.whole_under_pp
+        """Whether all gradients of ZeRO-3 wait for the last backward pass."""
+        self.kept, self.in_flight = rank.kept(flight.most)
+        self.gathered, self.head = rank.whole()
+        self.in_loss, self.bucket = self.fsdp.fetched_in_loss(), rank.bucket()
+        self.whole = self.gathered + self.head * (not self.unsent and not self.fsdp.outside_waits)
+        self.passes, self.updates_each = batch.accumulation * len(flight.held), stashes(rank.layout)
+        # Where all are in flight at once, none has left gradients yet.
+        self.stays = rank.step.formulas.stays(self.passes, max(map(sum, flight.most))) and not self.updates_each
+        """Whether gradients of earlier micro-batches are there while the most are in flight."""
+        self.early = self._gradients(self.stays)
+
+    def __iter__(self) -> Iterator[MomentBytes]:
+        yield from self._of_passes()
+        yield from self._of_zero3()
+        yield from self._of_messages()
+        yield from self._of_other_batches()
+
+    def _gradients(self, stays: bool) -> float:
+        return self.state.early(stays, self.bucket) + self.fsdp.outside_waits
+
+    def _of_passes(self) -> Iterator[MomentBytes]:
+        """Yields the first backward pass while the most are in flight, the loss, and those that send gradients."""
+        rank, sending = self.rank, [MomentBytes(*each) for each in self.rank.sending(stays=self.stays)]
+        again, moving = rank.backward(self.stays or self.state.unsent > 0 or bool(sending), unsent=self.unsent)
+        # Losses in chunks that wait for their backward pass have one gradient of the head.
+        summed = rank.head_gradient() if rank.last and rank.logits_of and rank.flight.losses > 1 else 0
+        waiting = rank.waiting_logits(further=0) + summed
+        yield MomentBytes("backward", self.early, self.kept + again, waiting, moving + self.whole)
+        yield self._loss()
+        yield from sending
+        if rank.last and rank.model.mtp:  # before that of the main loss, whose logits are there
+            again, moving = rank.backward(self.stays or self.state.unsent > 0, unsent=self.unsent, modules=True)
+            waiting = rank.waiting_logits() + summed
+            yield MomentBytes("backward", self.early, self.kept + again, waiting, moving + self.whole)
+
+    def _loss(self) -> MomentBytes:
+        rank, (last, fetched) = self.rank, self.in_loss
+        arrives, later = rank.is_whole_loss(), self.head + fetched - last
+        late = 0.0 if self.state.unsent else rank.late_bucket()
+        logits, hidden = rank.logits(arriving=later if arrives else 0.0, bucket=late)
+        # A loss in chunks adds to the head's gradient at once, also where others are deferred.
+        adds = bool(rank.flight.deferring) and rank.logits_of > 0 and self.passes > 1
+        gradients = max(self.early, rank.head_gradient() * adds)
+        moving = self.gathered + last + self.fsdp.sent_last + (0.0 if arrives else later) + rank.between
+        return MomentBytes("loss", gradients, self.kept + hidden, logits + rank.waiting_logits(), moving)
+
+    def _of_zero3(self) -> Iterator[MomentBytes]:
+        """Yields the moments at which ZeRO-3 fetches blocks in a forward pass, or sends gradients that have waited."""
+        rank, fsdp, flight = self.rank, self.fsdp, self.rank.flight
+        if rank.waits and flight.deferring:  # sent once autograd is through
+            moving = self.gathered + rank.between + fsdp.sent_at_end()
+            yield MomentBytes("backward", self.early, communication=moving)
+        for place, counts in enumerate(flight.final if rank.waits and not flight.deferring else ()):
+            again, moving = rank.backward(True, unsent=self.unsent, place=place)
+            waiting = rank.waiting_logits(further=0)
+            yield MomentBytes("backward", self.early, rank.kept_of(counts) + again, waiting, moving + self.whole)
+        if fsdp.units and rank.layout.shard_ranks > 1 and rank.memory_profile.keeps_buckets:
+            there, saved = (0.0, sum(rank.kept_by_stage)) if fsdp.gathers_once else (self.early, self.kept)
+            for copied, inside in fsdp.fetched_in_forward():
+                moving = self.gathered + fsdp.sent_last + rank.between + copied
+                yield MomentBytes("forward", there, saved + inside, communication=moving)
+        if fsdp.gathers_once and fsdp.units and self.unsent:  # sent once autograd is through
+            moving = self.gathered + rank.between + fsdp.fetched_at_end()
+            yield MomentBytes("backward", self.early, communication=moving)
+
+    def _of_messages(self) -> Iterator[MomentBytes]:
+        """Yields the ends of forward passes, when messages to the next stage wait."""
+        rank = self.rank
+        # Of programs with another loss it is not known.
+        if any(rank.sends) and rank.memory_profile.saves_slopes and not rank.flight.deferring:
+            (ends, sent, later), (_, fetched) = rank.forward(), self.in_loss
+            early = self.state.early(stays=False, bucket=self.bucket)
+            yield MomentBytes("forward", early, ends, communication=sent + self.gathered + fetched)
+            yield MomentBytes("forward", self.early * self.stays, ends, communication=later + self.gathered + fetched)
+
+    def _of_other_batches(self) -> Iterator[MomentBytes]:
+        """Yields backward passes for which all stages have gradients, and the optimizer's step while micro-batches are
+        in flight."""
+        rank, flight = self.rank, self.rank.flight
+        if flight.later and not self.stays and not self.updates_each:
+            again, moving = rank.backward(True, unsent=self.unsent)
+            kept, waiting = rank.kept(flight.later)[0] + again, rank.waiting_logits(later=True)
+            yield MomentBytes("backward", self._gradients(True), kept, waiting, moving + self.whole)
+        if self.updates_each:
+            others = [tuple(max(0.0, count - 1) for count in counts) for counts in flight.most]
+            yield MomentBytes("optimizer", self.state.gradients + self.state.copied, rank.kept(others)[0])
+
+
 def _fullest(rank: RankParts) -> RankMemory:
     """Returns the memory of a rank at the fullest of its moments."""
-    step, flight, memory_profile, state, fsdp = rank.step, rank.flight, rank.memory_profile, rank.state, rank.fsdp
-    beside = generation_bytes(step.spec, rank.of_kind.items(), (rank.first, rank.last))
-    state = state._replace(parameters=state.parameters + beside.reference)
-    kept, in_flight = rank.kept(flight.most)
-    # Programs that keep all parameters whole under pp were measured with more.
-    unsent = state.unsent > 0 and not memory_profile.whole_under_pp
-    (whole, head), (last, fetched) = rank.whole(), fsdp.fetched_in_loss()
-    gathered = whole
-    arrives, later = rank.is_whole_loss(), head + fetched - last
-    late = 0.0 if state.unsent else rank.late_bucket()
-    (logits, hidden), waiting = rank.logits(arriving=later if arrives else 0.0, bucket=late), rank.waiting_logits()
-    forward, whole = (
-        whole + last + fsdp.sent_last + (0.0 if arrives else later),
-        whole + head * (not unsent and not fsdp.outside_waits),
-    )
-    # Where all are in flight at once, none has left gradients yet.
-    passes = step.spec.batch.accumulation * len(flight.held)
-    updates_each = stashes(step.spec.layout)
-    stays = step.formulas.stays(passes, max(map(sum, flight.most))) and not updates_each
-    bucket = rank.bucket()
-    early = state.early(stays, bucket) + fsdp.outside_waits
-    sending = [*rank.sending(stays=stays)]
-    again, moving = rank.backward(stays or state.unsent > 0 or bool(sending), unsent=unsent)
-    host, disk = step.formulas.beside(rank.shards)
-    # Losses in chunks that wait for their backward pass have one gradient of the head.
-    summed = rank.head_gradient() if rank.last and rank.logits_of and flight.losses > 1 else 0
-    # A loss in chunks adds to the head's gradient at once, also where others are deferred.
-    first = max(early, rank.head_gradient() * (bool(flight.deferring) and rank.logits_of > 0 and passes > 1))
-    moments: list[tuple[Moment, float, float, float, float]] = [
-        ("backward", early, kept + again, rank.waiting_logits(further=0) + summed, moving + whole),
-        ("loss", first, kept + hidden, logits + waiting, forward + rank.between),
-    ]
-    moments += sending
-    if rank.waits and flight.deferring:  # sent once autograd is through
-        moments.append(("backward", early, 0.0, 0.0, gathered + rank.between + fsdp.sent_at_end()))
-    for place, counts in enumerate(flight.final if rank.waits and not flight.deferring else ()):
-        again, moving = rank.backward(True, unsent=unsent, place=place)
-        moments.append(
-            ("backward", early, rank._kept_of(counts) + again, rank.waiting_logits(further=0), moving + whole)
-        )
-    if fsdp.units and rank.layout.shard_ranks > 1 and memory_profile.keeps_buckets:
-        there, saved = (0.0, sum(rank._kept)) if fsdp.gathers_once else (early, kept)
-        for copied, inside in fsdp.fetched_in_forward():
-            moments.append(("forward", there, saved + inside, 0.0, gathered + fsdp.sent_last + rank.between + copied))
-    if fsdp.gathers_once and fsdp.units and unsent:  # sent once autograd is through
-        moments.append(("backward", early, 0.0, 0.0, gathered + rank.between + fsdp.fetched_at_end()))
-    if any(rank.sends) and memory_profile.saves_slopes and not flight.deferring:  # of other programs it is not known
-        ends, sent, later_sent = rank.forward()
-        moments.append(("forward", state.early(stays=False, bucket=bucket), ends, 0.0, sent + gathered + fetched))
-        moments.append(("forward", early * stays, ends, 0.0, later_sent + gathered + fetched))
-    if rank.last and rank.model.mtp:  # their backward pass comes before that of the main loss, whose logits are there
-        again, moving = rank.backward(stays or state.unsent > 0, unsent=unsent, modules=True)
-        moments.append(("backward", early, kept + again, waiting + summed, moving + whole))
-    if flight.later and not stays and not updates_each:
-        again, moving = rank.backward(True, unsent=unsent)
-        late = rank.kept(flight.later)[0] + again, rank.waiting_logits(later=True), moving + whole
-        moments.append(("backward", state.early(True, bucket) + fsdp.outside_waits, *late))
-    if updates_each:  # while the others are in flight
-        others = [tuple(max(0.0, count - 1) for count in counts) for counts in flight.most]
-        moments.append(("optimizer", state.gradients + state.copied, rank.kept(others)[0], 0, 0))
+    step, state = rank.step, rank.state
+    generated = generation_bytes(step.spec, rank.of_kind.items(), (rank.first, rank.last))
+    state = state._replace(parameters=state.parameters + generated.reference)
+    moments, found = StepMoments(rank, state), list[MomentBytes]()
+    found.extend(moments)
     if step.spec.rollout:
-        unsent = 0 if gathers_parameters(step.spec.layout) else state.unsent
-        moments.append(("generation", unsent, beside.cache, beside.logits, beside.gathered))
-    moment, early, activations, logits, moving = max(moments, key=lambda each: sum(each[1:]))
-    allocated = state.fullest(early, activations + logits, moving)
+        unsent = 0 if gathers_parameters(rank.layout) else state.unsent
+        found.append(MomentBytes("generation", unsent, generated.cache, generated.logits, generated.gathered))
+    at = max(found, key=lambda each: each.total)
+    allocated = state.fullest(at.gradients, at.activations + at.logits, at.communication)
     # Where the optimizer's copy finds no room it takes more than the fullest moment needs.
-    passes = state.held + early + activations + logits + moving
-    most = max(allocated, passes + state.copied) if memory_profile.step_is_flat else allocated
-    reserved, context = most * memory_profile.reserve - allocated, step.context()
+    most = max(allocated, state.held + at.total + state.copied) if rank.memory_profile.step_is_flat else allocated
+    reserved, context = most * rank.memory_profile.reserve - allocated, step.context()
     if allocated <= state.held + state.stepping:
-        moment, early, activations, logits, moving = "optimizer", state.stepping, 0, 0, 0
+        at = MomentBytes("optimizer", state.stepping)
+    host, disk = step.formulas.beside(rank.shards)
     return RankMemory(
-        *(round(n) for n in (state.parameters, early, state.optimizer, activations, logits, moving)),
+        *(round(n) for n in (state.parameters, at.gradients, state.optimizer, *at[2:])),
         reserved=round(reserved) + context,
         context=context,
-        moment=moment,
-        in_flight=in_flight,
+        moment=at.moment,
+        in_flight=moments.in_flight,
         host=round(host + rank.activations_beside()),
         disk=round(disk),
     )
