@@ -9,6 +9,7 @@ model's depth changes figures of the program and not its size.
 from __future__ import annotations
 
 import fnmatch
+import importlib
 import json
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -244,8 +245,8 @@ class _Program:
 
     def solve(self, limit: float, objective: Objective) -> GraphPlan | None:
         try:
-            from scipy.optimize import Bounds, LinearConstraint, milp
-            from scipy.sparse import coo_array
+            scipy: Any = importlib.import_module("scipy.optimize")
+            coo_array: Any = importlib.import_module("scipy.sparse").coo_array
         except ImportError:
             raise JobError("phalanx plan --graph needs scipy, for HiGHS: pip install 'phalanx[graph]'") from None
         time, _, memory, backward, behind = np.array([astuple(cost) for cost in self.costs]).T
@@ -261,7 +262,7 @@ class _Program:
             rows.append(({column: size / limit for column, size in enumerate(memory) if size}, -np.inf, 1.0))
         places = [(row, column, value) for row, (entries, *_) in enumerate(rows) for column, value in entries.items()]
         at, columns, values = zip(*places, strict=True)
-        matrix: Any = coo_array((values, (at, columns)), shape=(len(rows), len(time))).tocsr()
+        matrix = coo_array((values, (at, columns)), shape=(len(rows), len(time))).tocsr()
         # Of equally fast plans the one with the least memory.
         wanted = memory / (memory.max() or 1.0) if objective == "memory" else time / (time.max() or 1.0)
         wanted = wanted + (
@@ -269,13 +270,13 @@ class _Program:
         )
         whole = np.array([*self.whole, *[False] * (len(time) - count)], np.int8)
         given = {
-            "bounds": Bounds(0, 1),
-            "constraints": LinearConstraint(matrix, *np.array([row[1:] for row in rows]).T),
+            "bounds": scipy.Bounds(0, 1),
+            "constraints": scipy.LinearConstraint(matrix, *np.array([row[1:] for row in rows]).T),
         }
         # Mostly the relaxed program's optimum is whole, and then it is the program's, in a quarter of the time.
-        result = milp(wanted, integrality=0 * whole, **given)
+        result = scipy.milp(wanted, integrality=0 * whole, **given)
         if result.x is not None and np.any(np.abs(result.x - np.rint(result.x))[whole == 1] > WHOLE):
-            result = milp(wanted, integrality=whole, **given, options={"mip_rel_gap": GAP})
+            result = scipy.milp(wanted, integrality=whole, **given, options={"mip_rel_gap": GAP})
         if result.x is None:
             return None
         picked = {

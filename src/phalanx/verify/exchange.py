@@ -448,8 +448,8 @@ def _loaded(source: Reader, model: ModelConfig) -> Transformer:
 
 def _of_transformers(folder: Path) -> tuple[nn.Module, Mapping[str, Any]]:
     """Returns transformers' model in float64, computed eagerly, and what it says of missing and extra tensors."""
-    import transformers
-
+    # By name: a check of types would read all of its 2,800 files.
+    transformers: Any = importlib.import_module("transformers")
     said, bars = transformers.logging, transformers.logging.is_progress_bar_enabled()
     level = said.get_verbosity()
     said.set_verbosity_error()
