@@ -15,7 +15,7 @@ from phalanx.blocks.kinds import BlockKind
 from phalanx.cost.block_memory import TRANSIT, BlockBytes, BlockRun, StepSizes
 from phalanx.cost.compression import compression_bytes
 from phalanx.cost.fsdp_memory import FsdpMemory
-from phalanx.cost.generation import generation_bytes
+from phalanx.cost.generation import GenerationBytes, generation_bytes
 from phalanx.cost.held import (
     Flight,
     LayerKind,
@@ -230,10 +230,11 @@ class RankParts:
         reads = step.beside_saved > 0 and not self.model.freezes
         return found + leaves * reads * step.stream * step.slices / step.share
 
-    def activations_beside(self) -> float:
-        """Returns the most bytes of activations in host memory."""
+    def beside(self) -> tuple[float, float]:
+        """Returns the most bytes in host memory and on disk."""
         moved = [sum(run.many * run.moved for run in runs) for runs in self.runs]
-        return max(sum(map(mul, peak, moved)) for peak in self.flight.unread or self.flight.most)
+        host, disk = self.formulas.beside(self.shards)
+        return host + max(sum(map(mul, peak, moved)) for peak in self.flight.unread or self.flight.most), disk
 
     def backward(
         self, gradients: bool, *, unsent: bool = False, modules: bool = False, place: int | None = None
@@ -251,7 +252,7 @@ class RankParts:
         inside, fetched, _ = max(found, key=sum)
         return inside + self.step.beside_gradient - self.step.gathered, self.step.gathered + self.between + fetched
 
-    def sending(self, *, stays: bool) -> Iterator[tuple[Moment, float, float, float, float]]:
+    def sending(self, *, stays: bool) -> Iterator[MomentBytes]:
         """Yields the bytes of gradients, activations, logits and communication at the fullest moment of the backward
         pass in which each stage sends the buckets of ZeRO-1 or 2, or any that leave for the host, and at its end.
         `stays`: sums of earlier micro-batches are there while the most are in flight."""
@@ -465,6 +466,8 @@ class RankParts:
 
 
 Moment = Literal["loss", "forward", "backward", "optimizer", "generation"]
+MomentBytes = tuple[Moment, float, float, float, float]
+"""The bytes of gradients, activations, logits and communication at a moment."""
 PARTS = ("parameters", "gradients", "optimizer", "activations", "logits", "communication", "reserved")
 
 
@@ -547,21 +550,50 @@ def needed_bytes(spec: StepSpec, limit: float = inf) -> int:
     for ranks in alike.values():
         rank = RankParts(step, with_all_peaks(tuple(ranks)))
         least = rank.state.held + rank.kept(rank.flight.most)[0] + step.context()
+        least = max(least, overfull(spec.cluster, *rank.beside()))
         if least > limit:  # without anything that is there for a moment
             return ceil(least)
-        memory = _fullest(rank)
+        memory = _fullest(rank, limit)
         most = max(most, memory.needed, round(overfull(spec.cluster, memory.host, memory.disk)))
         if most > limit:
             break
     return most
 
 
-def _fullest(rank: RankParts) -> RankMemory:
-    """Returns the memory of a rank at the fullest of its moments."""
-    step, flight, memory_profile, state, fsdp = rank.step, rank.flight, rank.memory_profile, rank.state, rank.fsdp
-    beside = generation_bytes(step.spec, rank.of_kind.items(), (rank.first, rank.last))
-    state = state._replace(parameters=state.parameters + beside.reference)
-    kept, in_flight = rank.kept(flight.most)
+def _fullest(rank: RankParts, limit: float = inf) -> RankMemory:
+    """Returns the memory of a rank at the fullest of its moments, or at the first one that needs more than `limit`."""
+    step, memory_profile, state, context = rank.step, rank.memory_profile, rank.state, rank.step.context()
+    generated = generation_bytes(step.spec, rank.of_kind.items(), (rank.first, rank.last))
+    state = state._replace(parameters=state.parameters + generated.reference)
+    fullest: MomentBytes = "optimizer", 0.0, 0.0, 0.0, -inf
+    for moment in _moments(rank, state, generated):
+        fullest = max(fullest, moment, key=lambda each: sum(each[1:]))
+        if state.fullest(fullest[1], sum(fullest[2:4]), fullest[4]) + context > limit + len(PARTS):  # which are rounded
+            break
+    moment, early, activations, logits, moving = fullest
+    allocated = state.fullest(early, activations + logits, moving)
+    # Where the optimizer's copy finds no room it takes more than the fullest moment needs.
+    passes = state.held + early + activations + logits + moving
+    most = max(allocated, passes + state.copied) if memory_profile.step_is_flat else allocated
+    reserved = most * memory_profile.reserve - allocated
+    if allocated <= state.held + state.stepping:
+        moment, early, activations, logits, moving = "optimizer", state.stepping, 0, 0, 0
+    host, disk = rank.beside()
+    return RankMemory(
+        *(round(n) for n in (state.parameters, early, state.optimizer, activations, logits, moving)),
+        reserved=round(reserved) + context,
+        context=context,
+        moment=moment,
+        in_flight=rank.kept(rank.flight.most)[1],
+        host=round(host),
+        disk=round(disk),
+    )
+
+
+def _moments(rank: RankParts, state: StateBytes, generated: GenerationBytes) -> Iterator[MomentBytes]:
+    """Yields the bytes of gradients, activations, logits and communication at the moments of a step."""
+    step, flight, memory_profile, fsdp = rank.step, rank.flight, rank.memory_profile, rank.fsdp
+    kept, _ = rank.kept(flight.most)
     # Programs that keep all parameters whole under pp were measured with more.
     unsent = state.unsent > 0 and not memory_profile.whole_under_pp
     (whole, head), (last, fetched) = rank.whole(), fsdp.fetched_in_loss()
@@ -581,60 +613,38 @@ def _fullest(rank: RankParts) -> RankMemory:
     early = state.early(stays, bucket) + fsdp.outside_waits
     sending = [*rank.sending(stays=stays)]
     again, moving = rank.backward(stays or state.unsent > 0 or bool(sending), unsent=unsent)
-    host, disk = step.formulas.beside(rank.shards)
     # Losses in chunks that wait for their backward pass have one gradient of the head.
     summed = rank.head_gradient() if rank.last and rank.logits_of and flight.losses > 1 else 0
     # A loss in chunks adds to the head's gradient at once, also where others are deferred.
     first = max(early, rank.head_gradient() * (bool(flight.deferring) and rank.logits_of > 0 and passes > 1))
-    moments: list[tuple[Moment, float, float, float, float]] = [
-        ("backward", early, kept + again, rank.waiting_logits(further=0) + summed, moving + whole),
-        ("loss", first, kept + hidden, logits + waiting, forward + rank.between),
-    ]
-    moments += sending
+    yield "backward", early, kept + again, rank.waiting_logits(further=0) + summed, moving + whole
+    yield "loss", first, kept + hidden, logits + waiting, forward + rank.between
+    yield from sending
     if rank.waits and flight.deferring:  # sent once autograd is through
-        moments.append(("backward", early, 0.0, 0.0, gathered + rank.between + fsdp.sent_at_end()))
+        yield "backward", early, 0.0, 0.0, gathered + rank.between + fsdp.sent_at_end()
     for place, counts in enumerate(flight.final if rank.waits and not flight.deferring else ()):
         again, moving = rank.backward(True, unsent=unsent, place=place)
-        moments.append(
-            ("backward", early, rank._kept_of(counts) + again, rank.waiting_logits(further=0), moving + whole)
-        )
+        yield "backward", early, rank._kept_of(counts) + again, rank.waiting_logits(further=0), moving + whole
     if fsdp.units and rank.layout.shard_ranks > 1 and memory_profile.keeps_buckets:
         there, saved = (0.0, sum(rank._kept)) if fsdp.gathers_once else (early, kept)
         for copied, inside in fsdp.fetched_in_forward():
-            moments.append(("forward", there, saved + inside, 0.0, gathered + fsdp.sent_last + rank.between + copied))
+            yield "forward", there, saved + inside, 0.0, gathered + fsdp.sent_last + rank.between + copied
     if fsdp.gathers_once and fsdp.units and unsent:  # sent once autograd is through
-        moments.append(("backward", early, 0.0, 0.0, gathered + rank.between + fsdp.fetched_at_end()))
+        yield "backward", early, 0.0, 0.0, gathered + rank.between + fsdp.fetched_at_end()
     if any(rank.sends) and memory_profile.saves_slopes and not flight.deferring:  # of other programs it is not known
         ends, sent, later_sent = rank.forward()
-        moments.append(("forward", state.early(stays=False, bucket=bucket), ends, 0.0, sent + gathered + fetched))
-        moments.append(("forward", early * stays, ends, 0.0, later_sent + gathered + fetched))
+        yield "forward", state.early(stays=False, bucket=bucket), ends, 0.0, sent + gathered + fetched
+        yield "forward", early * stays, ends, 0.0, later_sent + gathered + fetched
     if rank.last and rank.model.mtp:  # their backward pass comes before that of the main loss, whose logits are there
         again, moving = rank.backward(stays or state.unsent > 0, unsent=unsent, modules=True)
-        moments.append(("backward", early, kept + again, waiting + summed, moving + whole))
+        yield "backward", early, kept + again, waiting + summed, moving + whole
     if flight.later and not stays and not updates_each:
         again, moving = rank.backward(True, unsent=unsent)
         late = rank.kept(flight.later)[0] + again, rank.waiting_logits(later=True), moving + whole
-        moments.append(("backward", state.early(True, bucket) + fsdp.outside_waits, *late))
+        yield "backward", state.early(True, bucket) + fsdp.outside_waits, *late
     if updates_each:  # while the others are in flight
         others = [tuple(max(0.0, count - 1) for count in counts) for counts in flight.most]
-        moments.append(("optimizer", state.gradients + state.copied, rank.kept(others)[0], 0, 0))
+        yield "optimizer", state.gradients + state.copied, rank.kept(others)[0], 0, 0
     if step.spec.rollout:
         unsent = 0 if gathers_parameters(step.spec.layout) else state.unsent
-        moments.append(("generation", unsent, beside.cache, beside.logits, beside.gathered))
-    moment, early, activations, logits, moving = max(moments, key=lambda each: sum(each[1:]))
-    allocated = state.fullest(early, activations + logits, moving)
-    # Where the optimizer's copy finds no room it takes more than the fullest moment needs.
-    passes = state.held + early + activations + logits + moving
-    most = max(allocated, passes + state.copied) if memory_profile.step_is_flat else allocated
-    reserved, context = most * memory_profile.reserve - allocated, step.context()
-    if allocated <= state.held + state.stepping:
-        moment, early, activations, logits, moving = "optimizer", state.stepping, 0, 0, 0
-    return RankMemory(
-        *(round(n) for n in (state.parameters, early, state.optimizer, activations, logits, moving)),
-        reserved=round(reserved) + context,
-        context=context,
-        moment=moment,
-        in_flight=in_flight,
-        host=round(host + rank.activations_beside()),
-        disk=round(disk),
-    )
+        yield "generation", unsent, generated.cache, generated.logits, generated.gathered

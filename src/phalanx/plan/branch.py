@@ -233,25 +233,28 @@ class Search:
         part = part or self._everything
         order = np.flatnonzero(part.pairs)
         order = order[np.argsort(self.pair_bytes[order], kind="stable")][:LEAN_PAIRS]
-        best, tried, limit = None, 0, inf
+        best = first = None
+        tried, limit = 0, inf
         for turn, block in enumerate([order[:1], *np.split(order, range(LEAN_BLOCK, len(order), LEAN_BLOCK))]):
             if not len(block) or self.pair_bytes[block[0]] >= limit:
                 break
             # What the first pair needs prunes the others; then it is among them, for ties.
-            best, tried = (best, tried) if turn > 1 else (None, 0)
+            if turn == 1:
+                best, first, tried = None, best, 0
             ((rows, _),) = self._possible(block, Found(), part, range(len(self.space.schedules)), limit)
             seconds, memory = self.bounds.rows(rows, limit)
             for number in np.lexsort((seconds, memory)):
-                if memory[number] >= limit or (best and tried > LEAN_LAYOUTS):
+                if memory[number] >= limit or tried > LEAN_LAYOUTS:
                     break
                 try:
                     spec = self.request.spec(self.space.layout(rows, int(number)))
                 except (JobError, ValueError):
                     continue
                 tried += 1
-                key = needed_at_least(spec), simplicity(spec)
-                best = (key, spec) if best is None or key < best[0] else best
-                limit = best[0][0]
+                if (needed := needed_at_least(spec, limit)) <= limit:
+                    key, limit = (needed, simplicity(spec)), needed
+                    best = (key, spec) if best is None or key < best[0] else best
+        best = best or first
         return Candidate.of(best[1]) if best else None
 
     def _seed(self, order: NDArray[np.intp], found: Found, part: Portion) -> None:
