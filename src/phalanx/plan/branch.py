@@ -24,7 +24,7 @@ from phalanx.cost.prediction import step_parts
 from phalanx.cost.rank_memory import needed_bytes
 from phalanx.cost.spec import StepSpec
 from phalanx.errors import JobError
-from phalanx.plan.bounds import Bounds
+from phalanx.plan.bounds import Bounds, Windows
 from phalanx.plan.plan import Candidate
 from phalanx.plan.simplicity import EQUAL, LONG_SEQUENCE, Simplicity, TieBand, ranked, simplicity
 from phalanx.plan.space import RECOMPUTE, STATES, MeshDegrees, PlanRequest, Rows, Space, joined, space_of
@@ -171,7 +171,8 @@ class Search:
         )
         order = np.flatnonzero(chosen & fits)
         order = order[np.argsort(self.pair_seconds[order], kind="stable")]
-        self._seed(order, found, part)
+        if simulates or below == inf:
+            self._seed(order, found, part)
         if simulates:
             found.restart()
         near = self.pair_seconds[order] <= found.cutoff
@@ -336,6 +337,7 @@ class Search:
             start, few = start + len(some), 2 * few
             exact, pp = self.bounds.seconds(some, runs=True), self.bounds.pp[some.pair]
             nearest, memory = np.argsort(exact, kind="stable"), np.where(pp > 1, nan, 0.0)
+            pipelines: list[Windows | None] = [None] * len(some)
             for place, number in enumerate(nearest):
                 if exact[number] > found.cutoff:
                     if counted:
@@ -344,6 +346,13 @@ class Search:
                 if np.isnan(memory[number]):  # those with the same pipeline are bounded together
                     alike = (pp == pp[number]) & (some.scheduled == some.scheduled[number]) & (exact <= found.cutoff)
                     memory[alike] = self.bounds.sizes(some.select(alike), runs=True)
+                    small = np.flatnonzero(alike & (memory <= self.limit))
+                    for one, pipeline in zip(small.tolist(), self.bounds.windows(some.select(small)), strict=True):
+                        pipelines[one] = pipeline
+                if (pipeline := pipelines[number]) and pipeline.seconds() > found.cutoff:
+                    if counted:
+                        found.rejected[SLOWER] += 1
+                    continue
                 self._predict(self.space.layout(some, int(number)), found, float(memory[number]))
                 if len(found.predicted) >= enough:
                     break
