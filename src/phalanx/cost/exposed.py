@@ -265,6 +265,26 @@ def idle(layout: Layout, micro_batches: int, forward: float = 0.25, weights: flo
     return most + (most - least) * (micro_batches - more) / period
 
 
+NEGLIGIBLE = 0.01
+"""Share of a step up to which messages between stages, one after the other, are not worth running the schedule."""
+
+
+def messages_share(layout: Layout, micro_batches: Any, mean: Any, hop: Any) -> Any:
+    """Returns the seconds of the messages between stages, of `hop` seconds each, one after the other, over those of the
+    micro-batches, of `mean` seconds each on a rank."""
+    chunks = catalogue.chunks_of(layout.schedule, layout.pp_chunks)
+    return 2 * (micro_batches * chunks + layout.pp) * hop / (micro_batches * mean)
+
+
+def window_seconds(
+    layout: Layout, micro_batches: int, mean: float, forward: float, weights: float, hops: Hops
+) -> float:
+    """Returns the seconds of a schedule's micro-batches on equal ranks, which need `mean` seconds for each, with
+    messages of the seconds in `hops`: those for which ranks wait because only so many are in flight are among them."""
+    rounded = hops._replace(near=geometric(hops.near / mean), far=geometric(hops.far / mean))
+    return (micro_batches + idle(layout, micro_batches, forward, weights, rounded)) * mean
+
+
 UNEVEN = 1.05
 """Time of the slowest rank over the others' mean from which a schedule's program is run with the time of each stage, if
 it splits backward passes (a slow rank hides their bubbles), or over slow links."""

@@ -414,19 +414,24 @@ def _fetched_ahead(schedule: Schedule, rank: int) -> tuple[FetchedAhead, ...]:
     """Returns Flight.ahead. A stage's last blocks fetch the first ones of the rank's next stage, which wait for their
     forward pass, whatever comes before it; those that wait are fetched once."""
     places = {stage: place for place, stage in enumerate(schedule.stages_on(rank))}
-    firsts = lasts = frozenset[int]()
-    found = set[FetchedAhead]()
+    # Sets of places are the bits of a number: a program has thousands of passes and few such sets.
+    firsts, lasts, most = 0, 0, len(places)
+    found = set[tuple[bool, int, int, int]]()
     for kind, stage, _, _ in schedule.programs[rank]:
         if kind != "W":
             place, backward = places[stage], kind != "F"
-            found.add(FetchedAhead(backward, place, firsts, lasts))
-            firsts -= {place}
-            lasts -= {place}
+            found.add((backward, place, firsts, lasts))
+            firsts &= ~(1 << place)
+            lasts &= ~(1 << place)
             if backward and place:
-                lasts |= {place - 1}
-            elif not backward and place + 1 < len(places):
-                firsts |= {place + 1}
-    return _not_parts(found)
+                lasts |= 1 << place - 1
+            elif not backward and place + 1 < most:
+                firsts |= 1 << place + 1
+
+    def among(bits: int) -> frozenset[int]:
+        return frozenset(place for place in range(most) if bits >> place & 1)
+
+    return _not_parts({FetchedAhead(*of, among(firsts), among(lasts)) for *of, firsts, lasts in found})
 
 
 def _not_parts(found: set[FetchedAhead]) -> tuple[FetchedAhead, ...]:

@@ -22,15 +22,17 @@ from phalanx.config.model import ModelConfig
 from phalanx.cost.communication import boundary_seconds, group
 from phalanx.cost.exposed import (
     FREE,
+    NEGLIGIBLE,
     UNEVEN,
     ComposedStep,
     Hops,
     compose,
-    geometric,
     idle,
     is_uneven,
+    messages_share,
     on_grid,
     uneven_seconds,
+    window_seconds,
 )
 from phalanx.cost.generation_time import RolloutTime, generation
 from phalanx.cost.held import content_of, contents, placed
@@ -50,7 +52,6 @@ from phalanx.cost.step_state import (
 )
 from phalanx.notebook import ShownInNotebooks
 from phalanx.partition.derived import Tier, gathers_parameters, is_file, modes, written
-from phalanx.schedule import catalogue
 from phalanx.schedule.timing import bubble_fraction
 
 Verdict = Literal["fits", "tight", "does not fit"]
@@ -298,10 +299,6 @@ def step_parts(spec: StepSpec) -> Parts:
     )
 
 
-NEGLIGIBLE = 0.01
-"""Share of a step up to which messages between stages, one after the other, are not worth running the schedule."""
-
-
 def _between_stages(spec: StepSpec, step: ComposedStep) -> float:
     """Returns the exposed seconds of messages between stages: those of warm-up and drain and, where messages are slow,
     those for which ranks wait in between: a schedule has only so many micro-batches in flight, and a link sends one
@@ -313,11 +310,10 @@ def _between_stages(spec: StepSpec, step: ComposedStep) -> float:
     if (seconds := _slow_hops(spec, mean)) is None:
         return float(step.boundaries)
     near, far = seconds.near, seconds.far
-    hops = seconds._replace(near=geometric(near / mean), far=geometric(far / mean))
     shares = on_grid(step.forward), on_grid(step.weights)
     without = float(step.passes) + idle(layout, m, *shares) * float(step.others)
     # Ranks that are slower than the mean hide messages.
-    windows = (m + idle(layout, m, *shares, hops)) * mean
+    windows = window_seconds(layout, m, mean, *shares, seconds)
     return max(float(step.boundaries), max(windows, m * max(near, far)) - without)
 
 
@@ -328,8 +324,7 @@ def _slow_hops(spec: StepSpec, mean: float) -> Hops | None:
     together = max(1, spec.cluster.joined // group(layout, "pp").stride)
     near = boundary_seconds(spec, 0, 1) if together > 1 else 0.0
     far = boundary_seconds(spec, together - 1, together) if together < layout.pp else 0.0
-    chunks = catalogue.chunks_of(layout.schedule, layout.pp_chunks)
-    if 2 * (m * chunks + layout.pp) * max(near, far) < NEGLIGIBLE * m * mean:
+    if messages_share(layout, m, mean, max(near, far)) < NEGLIGIBLE:
         return None
     return Hops(near, far, together, not spec.framework.pp_overlaps)
 

@@ -15,7 +15,7 @@ from phalanx.blocks.kinds import BlockKind
 from phalanx.cost.block_memory import TRANSIT, BlockBytes, BlockRun, StepSizes
 from phalanx.cost.compression import compression_bytes
 from phalanx.cost.fsdp_memory import FsdpMemory
-from phalanx.cost.generation import generation_bytes
+from phalanx.cost.generation import GenerationBytes, generation_bytes
 from phalanx.cost.held import (
     Flight,
     LayerKind,
@@ -230,10 +230,11 @@ class RankParts:
         reads = step.beside_saved > 0 and not self.model.freezes
         return found + leaves * reads * step.stream * step.slices / step.share
 
-    def activations_beside(self) -> float:
-        """Returns the most bytes of activations in host memory."""
+    def beside(self) -> tuple[float, float]:
+        """Returns the most bytes in host memory and on disk."""
         moved = [sum(run.many * run.moved for run in runs) for runs in self.runs]
-        return max(sum(map(mul, peak, moved)) for peak in self.flight.unread or self.flight.most)
+        host, disk = self.formulas.beside(self.shards)
+        return host + max(sum(map(mul, peak, moved)) for peak in self.flight.unread or self.flight.most), disk
 
     def backward(
         self, gradients: bool, *, unsent: bool = False, modules: bool = False, place: int | None = None
@@ -251,7 +252,7 @@ class RankParts:
         inside, fetched, _ = max(found, key=sum)
         return inside + self.step.beside_gradient - self.step.gathered, self.step.gathered + self.between + fetched
 
-    def sending(self, *, stays: bool) -> Iterator[tuple[Moment, float, float, float, float]]:
+    def sending(self, *, stays: bool) -> Iterator[MomentBytes]:
         """Yields the bytes of gradients, activations, logits and communication at the fullest moment of the backward
         pass in which each stage sends the buckets of ZeRO-1 or 2, or any that leave for the host, and at its end.
         `stays`: sums of earlier micro-batches are there while the most are in flight."""
@@ -278,10 +279,10 @@ class RankParts:
                 sent = sends[several], arrived
                 inside, copies, gradients = self._backward(place, True, unsent=False, modules=False, sends=sent)
                 inside += step.beside_gradient - step.gathered
-                yield "backward", gradients, kept + inside, 0.0, step.gathered + copies
+                yield MomentBytes("backward", gradients, kept + inside, communication=step.gathered + copies)
             arrived += sum(run.many * run.block.trained for run in held)
         copies, gradients = sends[m > 1](total)
-        yield "backward", gradients, 0.0, 0.0, copies
+        yield MomentBytes("backward", gradients, communication=copies)
 
     @cached_property
     def _buckets(self) -> tuple[int, ...]:
@@ -547,9 +548,10 @@ def needed_bytes(spec: StepSpec, limit: float = inf) -> int:
     for ranks in alike.values():
         rank = RankParts(step, with_all_peaks(tuple(ranks)))
         least = rank.state.held + rank.kept(rank.flight.most)[0] + step.context()
+        least = max(least, overfull(spec.cluster, *rank.beside()))
         if least > limit:  # without anything that is there for a moment
             return ceil(least)
-        memory = _fullest(rank)
+        memory = _fullest(rank, limit)
         most = max(most, memory.needed, round(overfull(spec.cluster, memory.host, memory.disk)))
         if most > limit:
             break
@@ -573,9 +575,9 @@ class MomentBytes(NamedTuple):
 class StepMoments:
     """The moments of a step at which a rank may be fullest."""
 
-    def __init__(self, rank: RankParts, state: StateBytes):
+    def __init__(self, rank: RankParts, state: StateBytes, generated: GenerationBytes):
         flight, batch = rank.flight, rank.step.spec.batch
-        self.rank, self.state, self.fsdp = rank, state, rank.fsdp
+        self.rank, self.state, self.fsdp, self.generated = rank, state, rank.fsdp, generated
         # Programs that keep all parameters whole under pp were measured with more.
         self.unsent = state.unsent > 0 and not rank.memory_profile.whole_under_pp
         """Whether all gradients of ZeRO-3 wait for the last backward pass."""
@@ -594,13 +596,16 @@ class StepMoments:
         yield from self._of_zero3()
         yield from self._of_messages()
         yield from self._of_other_batches()
+        if self.rank.step.spec.rollout:
+            unsent, made = 0.0 if gathers_parameters(self.rank.layout) else self.state.unsent, self.generated
+            yield MomentBytes("generation", unsent, made.cache, made.logits, made.gathered)
 
     def _gradients(self, stays: bool) -> float:
         return self.state.early(stays, self.bucket) + self.fsdp.outside_waits
 
     def _of_passes(self) -> Iterator[MomentBytes]:
         """Yields the first backward pass while the most are in flight, the loss, and those that send gradients."""
-        rank, sending = self.rank, [MomentBytes(*each) for each in self.rank.sending(stays=self.stays)]
+        rank, sending = self.rank, [*self.rank.sending(stays=self.stays)]
         again, moving = rank.backward(self.stays or self.state.unsent > 0 or bool(sending), unsent=self.unsent)
         # Losses in chunks that wait for their backward pass have one gradient of the head.
         summed = rank.head_gradient() if rank.last and rank.logits_of and rank.flight.losses > 1 else 0
@@ -666,30 +671,29 @@ class StepMoments:
             yield MomentBytes("optimizer", self.state.gradients + self.state.copied, rank.kept(others)[0])
 
 
-def _fullest(rank: RankParts) -> RankMemory:
-    """Returns the memory of a rank at the fullest of its moments."""
-    step, state = rank.step, rank.state
-    generated = generation_bytes(step.spec, rank.of_kind.items(), (rank.first, rank.last))
+def _fullest(rank: RankParts, limit: float = inf) -> RankMemory:
+    """Returns the memory of a rank at the fullest of its moments, or at the first one that needs more than `limit`."""
+    state, profile, context = rank.state, rank.memory_profile, rank.step.context()
+    generated = generation_bytes(rank.step.spec, rank.of_kind.items(), (rank.first, rank.last))
     state = state._replace(parameters=state.parameters + generated.reference)
-    moments, found = StepMoments(rank, state), list[MomentBytes]()
-    found.extend(moments)
-    if step.spec.rollout:
-        unsent = 0 if gathers_parameters(rank.layout) else state.unsent
-        found.append(MomentBytes("generation", unsent, generated.cache, generated.logits, generated.gathered))
-    at = max(found, key=lambda each: each.total)
-    allocated = state.fullest(at.gradients, at.activations + at.logits, at.communication)
+    moments, at, allocated = StepMoments(rank, state, generated), MomentBytes("optimizer", -inf), 0.0
+    for moment in moments:
+        at = max(at, moment, key=lambda each: each.total)
+        allocated = state.fullest(at.gradients, at.activations + at.logits, at.communication)
+        if allocated + context > limit + len(PARTS):  # which are rounded
+            break
     # Where the optimizer's copy finds no room it takes more than the fullest moment needs.
-    most = max(allocated, state.held + at.total + state.copied) if rank.memory_profile.step_is_flat else allocated
-    reserved, context = most * rank.memory_profile.reserve - allocated, step.context()
+    most = max(allocated, state.held + at.total + state.copied) if profile.step_is_flat else allocated
+    reserved = most * profile.reserve - allocated
     if allocated <= state.held + state.stepping:
         at = MomentBytes("optimizer", state.stepping)
-    host, disk = step.formulas.beside(rank.shards)
+    host, disk = rank.beside()
     return RankMemory(
         *(round(n) for n in (state.parameters, at.gradients, state.optimizer, *at[2:])),
         reserved=round(reserved) + context,
         context=context,
         moment=at.moment,
         in_flight=moments.in_flight,
-        host=round(host + rank.activations_beside()),
+        host=round(host),
         disk=round(disk),
     )

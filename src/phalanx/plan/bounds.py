@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Container, Hashable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, lru_cache
-from itertools import zip_longest
+from itertools import product, zip_longest
 from math import inf
 from operator import mul
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,13 +23,17 @@ from phalanx.cost.communication import RankGroup, occupancy
 from phalanx.cost.exposed import (
     GRID,
     MOST_RUN,
+    NEGLIGIBLE,
     WIDEST,
     ComposedStep,
+    Hops,
     block_state,
     compose,
     idle,
     is_uneven,
+    messages_share,
     pass_seconds,
+    window_seconds,
 )
 from phalanx.cost.held import Deferring, expert_ranks, flights
 from phalanx.cost.job_spec import stages
@@ -219,6 +223,31 @@ class StepBytes:
         return np.stack([self.tables.outside(share, self.group.inner, tiled=reshard) for share in self.group.shares])
 
 
+class Windows(NamedTuple):
+    """A pipeline with slow messages between ranks that are alike."""
+
+    layout: Layout
+    """The layout of the schedule."""
+    micro_batches: int
+    mean: float
+    """Seconds of a micro-batch on a rank."""
+    shares: set[tuple[int, int]]
+    """Shares of forward passes and of weight gradients in it that a prediction may have, in GRID parts."""
+    hops: Hops
+    """Seconds of the messages."""
+    rest: float
+    """Seconds of the step besides."""
+
+    def seconds(self) -> float:
+        """Returns the seconds of the step at least: a prediction may round the time of messages down to the next one of
+        its grid."""
+        found = (
+            window_seconds(self.layout, self.micro_batches, self.mean, one / GRID, two / GRID, self.hops)
+            for one, two in self.shares
+        )
+        return (self.rest + min(found) * 2 ** (-1 / GRID)) * (1 - ROUNDING)
+
+
 class StepSeconds:
     """The times of layouts with the same pipeline. Arrays have a row per different rank contents and a column per
     layout."""
@@ -266,11 +295,8 @@ class StepSeconds:
             gather, reduce = self._state(held if whole else trained, trained, messages)
             return gather, reduce, self._interference(trained.sum(0), messages)
 
-        schedule, chunks = group.scheduled
-        layout = _changed(self.tables.space.base, pp=self.pp, schedule=schedule, pp_chunks=chunks)
-        gathers = group.shared if zero3 else False
-        work = work * group.parts
-        return compose(work, group.count, group.blocks, self.m, group.hop, sent, gathers, layout, self.framework)
+        gathers, work = group.shared if zero3 else False, work * group.parts
+        return compose(work, group.count, group.blocks, self.m, group.hop, sent, gathers, self._layout, self.framework)
 
     def _gathered(self, state: int) -> Floats:
         """Returns the seconds that ZeRO-3 adds to the work of ranks that shard parameters."""
@@ -349,27 +375,47 @@ class StepSeconds:
         if self.pp == 1:
             return 0.0
         schedule, chunks = self.group.scheduled
-        forward, weights = step.forward, step.weights
         found, known = np.zeros(len(self.m)), np.zeros(len(self.m), bool)
         if entry := catalogue.SCHEDULES.get(schedule):
-            least = np.maximum(0.0, forward - 0.5 / GRID)
+            least = np.maximum(0.0, step.forward - 0.5 / GRID)
             found[:] = entry.idle(self.pp, self.m, catalogue.chunks_of(schedule, chunks), least)
             known[:] = entry.idle_is_exact(self.pp, self.m)
         if exactly is None or known.all():
             return found
         pairs = np.unique(exactly)
         pairs = pairs[~known[pairs]]
-        layout = _changed(self.tables.space.base, pp=self.pp, schedule=schedule, pp_chunks=chunks)
-        # The cost model rounds the shares; near a tie it may round to either side.
-        (low, high), (less, most) = (
-            [np.round(part[pairs] * GRID + more).astype(int).tolist() for more in (-1e-6, 1e-6)]
-            for part in (forward, weights)
-        )
-        for pair, m, first, second, third, fourth in zip(
-            pairs, self.m[pairs].tolist(), low, high, less, most, strict=True
-        ):
-            found[pair] = min(_idle(layout, m, one, two) for one in {first, second} for two in {third, fourth})
+        for pair, m, shares in zip(pairs, self.m[pairs].tolist(), self._on_grid(step, pairs), strict=True):
+            found[pair] = min(_idle(self._layout, m, *each) for each in shares)
         return found
+
+    @cached_property
+    def _layout(self) -> Layout:
+        """The layout of the fields that all share."""
+        schedule, chunks = self.group.scheduled
+        return _changed(self.tables.space.base, pp=self.pp, schedule=schedule, pp_chunks=chunks)
+
+    def _on_grid(self, step: ComposedStep, places: NDArray[Any]) -> Iterator[set[tuple[int, int]]]:
+        """Yields the shares of forward passes and of weight gradients in GRID parts, for some layouts. The cost model
+        rounds them; near a tie it may round to either side."""
+        sides = (
+            np.round(part[places] * GRID + more).astype(int).tolist()
+            for part in (step.forward, step.weights)
+            for more in (-1e-6, 1e-6)
+        )
+        for low, high, less, most in zip(*sides, strict=True):
+            yield {*product((low, high), (less, most))}
+
+    def windows(self, state: int, places: NDArray[Any]) -> Iterator[Windows | None]:
+        """Yields, for layouts with a state sharding, their pipelines if messages take a noticeable time."""
+        step, group = self._step(state) if STATES[state].zero == 3 else self._plain, self.group
+        mean = (step.passes / self.m + step.others * (self.pp - 1)) / self.pp
+        # A prediction may find ranks a little slower, and messages negligible.
+        slow = messages_share(self._layout, self.m, mean, np.maximum(group.near, group.far)) > 2 * NEGLIGIBLE
+        slow &= ~is_uneven(group.scheduled[0], step.passes / self.m, step.others)
+        rest, blocks = step.state + self._optimizer(STATES[state].zero), not self.framework.pp_overlaps
+        columns = (each[places].tolist() for each in (slow, self.m, mean, group.near, group.far, group.together, rest))
+        for shares, late, m, each, near, far, together, more in zip(self._on_grid(step, places), *columns, strict=True):
+            yield Windows(self._layout, m, each, shares, Hops(near, far, together, blocks), more) if late else None
 
 
 @lru_cache(100_000)
@@ -395,7 +441,7 @@ class Bounds:
         self.formulas = self.tables.formulas
         axes = (space.column(name) for name in ("tp", "cp", "ep"))
         self.context = self.formulas.context(self.pp, self.data_ranks, *axes)
-        self.hop, self.link = self._hops()
+        self.hop, self.link, self.near, self.far, self.together = self._hops()
         self._known: dict[Hashable, Floats] = {}
         self._schedules = [np.unique(options[:, 0]).tolist() for options in space.options]
         """By the number of a pair's options, its schedules."""
@@ -470,6 +516,19 @@ class Bounds:
             time[members] = np.maximum(found[states, places], sending) * (1 - ROUNDING)
         return time
 
+    def windows(self, rows: Rows) -> list[Windows | None]:
+        """Returns the pipelines of layouts whose messages between stages take a noticeable time, None for others."""
+        found: list[Windows | None] = [None] * len(rows)
+        for members, group, states, places in self._groups(rows):
+            if group.pp == 1 or group.scheduled[0] not in SCHEDULES:
+                continue
+            of_time = StepSeconds(group)
+            for state in np.flatnonzero(np.bincount(states)).tolist():
+                here = states == state
+                for number, each in zip(members[here], of_time.windows(state, places[here]), strict=True):
+                    found[number] = each
+        return found
+
     def sizes(self, rows: Rows, runs: bool = False) -> Floats:
         """Returns lower bounds on the bytes of every layout; if it `runs`, with the activations in flight of the
         schedule's own program, which are slower to count."""
@@ -516,6 +575,9 @@ class Bounds:
             numbers=counts[:2],
             trained=counts[2:],
             hop=self.hop[pairs],
+            near=self.near[pairs],
+            far=self.far[pairs],
+            together=self.together[pairs],
         )
 
     def _state(
@@ -596,9 +658,10 @@ class Bounds:
         often = chunks_of(schedule, chunks) / SCHEDULES[schedule].directions * 2 ** (-0.5 / GRID)
         return np.where(self.space.accumulation[pairs] <= MOST_RUN, link * max(1.0, often), link)
 
-    def _hops(self) -> tuple[Floats, Floats]:
+    def _hops(self) -> tuple[Floats, Floats, Floats, Floats, NDArray[np.int64]]:
         """Returns, by pair, the seconds of a message from a stage to the next at least, and those of the micro-batches'
-        messages one after the other between two stages, over the network where some stages are in different nodes."""
+        messages one after the other between two stages, over the network where some stages are in different nodes; and
+        the near and far ones, and the stages of one node, of Pipelines."""
         cluster, column = self.request.cluster, self.space.column
         payload = self.tables.boundary()[self.tables.inner_of]
         stride = column("tp") * column("cp") * column("dp_shard") * column("dp_replicate")
@@ -609,7 +672,9 @@ class Bounds:
         several = self.pp > 1
         hop = np.where(several, np.where(stride >= cluster.joined, across, inside), 0.0)
         slowest = np.where(stride * self.pp > cluster.joined, across, inside)
-        return hop, np.where(several, self.space.accumulation * slowest, 0.0)
+        together = np.maximum(1, cluster.joined // stride)
+        near, far = np.where(together > 1, inside, 0.0), np.where(together < self.pp, across, 0.0)
+        return hop, np.where(several, self.space.accumulation * slowest, 0.0), near, far, together
 
 
 def runs_of(numbers: NDArray[Any]) -> tuple[NDArray[Any], NDArray[np.intp]]:

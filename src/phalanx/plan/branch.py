@@ -24,7 +24,7 @@ from phalanx.cost.prediction import step_parts
 from phalanx.cost.rank_memory import needed_bytes
 from phalanx.cost.spec import StepSpec
 from phalanx.errors import JobError
-from phalanx.plan.bounds import Bounds
+from phalanx.plan.bounds import Bounds, Windows
 from phalanx.plan.plan import Candidate
 from phalanx.plan.simplicity import EQUAL, LONG_SEQUENCE, Simplicity, TieBand, ranked, simplicity
 from phalanx.plan.space import RECOMPUTE, STATES, MeshDegrees, PlanRequest, Rows, Space, joined, space_of
@@ -171,7 +171,8 @@ class Search:
         )
         order = np.flatnonzero(chosen & fits)
         order = order[np.argsort(self.pair_seconds[order], kind="stable")]
-        self._seed(order, found, part)
+        if simulates or below == inf:
+            self._seed(order, found, part)
         if simulates:
             found.restart()
         near = self.pair_seconds[order] <= found.cutoff
@@ -233,25 +234,28 @@ class Search:
         part = part or self._everything
         order = np.flatnonzero(part.pairs)
         order = order[np.argsort(self.pair_bytes[order], kind="stable")][:LEAN_PAIRS]
-        best, tried, limit = None, 0, inf
+        best = first = None
+        tried, limit = 0, inf
         for turn, block in enumerate([order[:1], *np.split(order, range(LEAN_BLOCK, len(order), LEAN_BLOCK))]):
             if not len(block) or self.pair_bytes[block[0]] >= limit:
                 break
             # What the first pair needs prunes the others; then it is among them, for ties.
-            best, tried = (best, tried) if turn > 1 else (None, 0)
+            if turn == 1:
+                best, first, tried = None, best, 0
             ((rows, _),) = self._possible(block, Found(), part, range(len(self.space.schedules)), limit)
             seconds, memory = self.bounds.rows(rows, limit)
             for number in np.lexsort((seconds, memory)):
-                if memory[number] >= limit or (best and tried > LEAN_LAYOUTS):
+                if memory[number] >= limit or tried > LEAN_LAYOUTS:
                     break
                 try:
                     spec = self.request.spec(self.space.layout(rows, int(number)))
                 except (JobError, ValueError):
                     continue
                 tried += 1
-                key = needed_at_least(spec), simplicity(spec)
-                best = (key, spec) if best is None or key < best[0] else best
-                limit = best[0][0]
+                if (needed := needed_at_least(spec, limit)) <= limit:
+                    key, limit = (needed, simplicity(spec)), needed
+                    best = (key, spec) if best is None or key < best[0] else best
+        best = best or first
         return Candidate.of(best[1]) if best else None
 
     def _seed(self, order: NDArray[np.intp], found: Found, part: Portion) -> None:
@@ -333,6 +337,7 @@ class Search:
             start, few = start + len(some), 2 * few
             exact, pp = self.bounds.seconds(some, runs=True), self.bounds.pp[some.pair]
             nearest, memory = np.argsort(exact, kind="stable"), np.where(pp > 1, nan, 0.0)
+            pipelines: list[Windows | None] = [None] * len(some)
             for place, number in enumerate(nearest):
                 if exact[number] > found.cutoff:
                     if counted:
@@ -341,6 +346,13 @@ class Search:
                 if np.isnan(memory[number]):  # those with the same pipeline are bounded together
                     alike = (pp == pp[number]) & (some.scheduled == some.scheduled[number]) & (exact <= found.cutoff)
                     memory[alike] = self.bounds.sizes(some.select(alike), runs=True)
+                    small = np.flatnonzero(alike & (memory <= self.limit))
+                    for one, pipeline in zip(small.tolist(), self.bounds.windows(some.select(small)), strict=True):
+                        pipelines[one] = pipeline
+                if (pipeline := pipelines[number]) and pipeline.seconds() > found.cutoff:
+                    if counted:
+                        found.rejected[SLOWER] += 1
+                    continue
                 self._predict(self.space.layout(some, int(number)), found, float(memory[number]))
                 if len(found.predicted) >= enough:
                     break

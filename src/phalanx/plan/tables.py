@@ -115,6 +115,10 @@ class Pipelines:
     """Those that training changes."""
     hop: Floats
     """Seconds of a message from a stage to the next."""
+    near: Floats
+    """The same of one inside a node; 0 without any. Then the same between nodes, and the stages of one node."""
+    far: Floats
+    together: NDArray[np.int64]
 
     @cached_property
     def kinds(self) -> list[BlockKind]:
