@@ -24,7 +24,7 @@ from phalanx.cost.prediction import step_parts
 from phalanx.cost.rank_memory import needed_bytes
 from phalanx.cost.spec import StepSpec
 from phalanx.errors import JobError
-from phalanx.plan.bounds import Bounds, Windows
+from phalanx.plan.bounds import Bounds, SlowPipeline
 from phalanx.plan.plan import Candidate
 from phalanx.plan.simplicity import EQUAL, LONG_SEQUENCE, Simplicity, TieBand, ranked, simplicity
 from phalanx.plan.space import RECOMPUTE, STATES, MeshDegrees, PlanRequest, Rows, Space, joined, space_of
@@ -337,7 +337,7 @@ class Search:
             start, few = start + len(some), 2 * few
             exact, pp = self.bounds.seconds(some, runs=True), self.bounds.pp[some.pair]
             nearest, memory = np.argsort(exact, kind="stable"), np.where(pp > 1, nan, 0.0)
-            pipelines: list[Windows | None] = [None] * len(some)
+            pipelines: list[SlowPipeline | None] = [None] * len(some)
             for place, number in enumerate(nearest):
                 if exact[number] > found.cutoff:
                     if counted:
