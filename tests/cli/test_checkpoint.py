@@ -238,6 +238,7 @@ def test_a_run_is_converted_there_and_back(tmp_path, capsys, monkeypatch):
         (["convert", "run", "x"], 2, "needs --to safetensors, --to dcp or --to phalanx"),
         (["convert", "run", "x", "--to", "hf"], 2, "expected one of safetensors, dcp, phalanx, found 'hf'"),
         (["diff", "run", "run", "--tensors", "none.*"], 2, "no tensor has such a name"),
+        (["show", "run", "--tensors", "embed.wieght"], 2, "no tensor has such a name; there is embed.weight"),
         (["list", "nowhere"], 2, "no run in nowhere: there is no such folder"),
         (["list", "."], 2, "no checkpoints in .: it is neither a run's directory nor"),
         (["verify", "run/checkpoints/step-000040", "--step", "3"], 4, "is the checkpoint of another step than 3"),
