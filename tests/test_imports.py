@@ -32,11 +32,11 @@ INNER_FLOORS = {
 MOST_LINES = {
     "axes": 811,
     "blocks": 3524,
-    "check": 2173,
+    "check": 2207,
     "checkpoint": 4162,
     "cli": 7713,
     "comm": 2139,
-    "config": 6735,
+    "config": 6745,
     "cost": 7637,
     "data": 6918,
     "dryrun": 2705,

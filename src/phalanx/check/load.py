@@ -17,7 +17,7 @@ from typing import Any
 import yaml
 
 from phalanx.blocks.kinds import not_trained
-from phalanx.check.effect import effect_problems
+from phalanx.check.effect import effect_problems, never_reached
 from phalanx.check.job import by_cause, problems_of
 from phalanx.check.start import start_problems, starting_point
 from phalanx.config import foreign_names, overrides, values, yaml_file
@@ -366,6 +366,8 @@ def resolve(
             {path for path, _ in effect_problems(filed, given_here)} if filed.data.corpus in CORPORA else set()
         )
         problems_found += start_problems(job, given_here) if not problems_found else []
+        shorter = "train.steps" in given and job.train.steps < filed.train.steps  # a try of a job, not its intervals
+        answers += [] if shorter else [_at(*late, origins) for late in never_reached(job, given_here)]
         for path, message in effect_problems(job, given_here):
             if (given or derived) and path not in given.keys() | idle_before | by_rule:
                 answers.append(f"{_at(path, message, origins)}; the command line changes that")
