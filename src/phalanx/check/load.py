@@ -436,10 +436,12 @@ def _taken(settings: Sequence[Setting], problems: list[str], *, written: bool) -
             continue
         if reason := (
             _machine_for_type(setting.path, text)
-            or (written and _variable_in(setting.path, text))
+            or (written and _unresolved(setting.path, text))
             or foreign_names.refusal(setting.path, text)
         ):
             problems.append(_placed(setting.origin, setting.path, reason))
+            if setting.path == "data.path":  # another rule would miss it
+                taken.append(setting)
             continue
         if setting.alias or text != setting.text:
             word = setting.origin.removeprefix("command line: ")
@@ -448,12 +450,19 @@ def _taken(settings: Sequence[Setting], problems: list[str], *, written: bool) -
     return taken, answers
 
 
-def _variable_in(path: str, text: str) -> str:
-    """Returns why a path with a shell's variable is refused, or nothing: a folder of that name would be made."""
-    is_path = path in ("run.dir", "model.from", "data.path", "data.dir", "data.tokenizer", "layout.offload_to")
-    if not is_path or not re.match(r"(.*/)?[$][{]?[A-Za-z_]", text) or os.path.exists(text):
+def _unresolved(path: str, text: str) -> str:
+    """Returns why a name or a path is refused that was written for another reader, or nothing: a folder of that very
+    name would be made. A path that exists is one."""
+    is_path = path in ("run.dir", "run.name", "model.from", "data.path", "data.dir", "data.tokenizer")
+    if not (is_path or path == "layout.offload_to") or os.path.exists(text):
         return ""
-    return f"{text}: variables are not replaced here; write it out"
+    if re.match(r"(.*/)?[$][{]?[A-Za-z_]", text):
+        return f"{text}: variables are not replaced here; write it out"
+    if text in ("null", "None", "~"):
+        return f"{text} would be a name; leave the field out, or give the empty text"
+    if re.fullmatch(r"""(["']).*\1|\[.*]""", text):
+        return f"{text}: expected one text; quotes and brackets would be part of it"
+    return ""
 
 
 def _machine_for_type(path: str, text: str) -> str:
