@@ -38,7 +38,7 @@ MOST_LINES = {
     "comm": 2139,
     "config": 6745,
     "cost": 7637,
-    "data": 6918,
+    "data": 6928,
     "dryrun": 2705,
     "evaluate": 688,
     "exchange": 2645,
