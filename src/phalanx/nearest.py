@@ -150,6 +150,10 @@ def misfit(equation: str, path: str, values: str) -> str:
 
 def near_file(path: Path) -> str:
     """Returns the end of a message about a file that is not there, "; did you mean data/train.txt?", or nothing."""
+    if os.path.islink(path):
+        return f": it is a link to {os.readlink(path)}, which is not there"
+    if set(path.name) & set("*?["):
+        return "; wildcards are not expanded: name one file or folder"
     try:
         names = [each.name for each in path.parent.iterdir()]
     except OSError:

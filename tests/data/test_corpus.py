@@ -533,3 +533,24 @@ def test_inspect_says_what_it_is(tmp_path, data, capsys):
     assert found["form"] == "Megatron indexed data set, version 1, uint16"
     assert (found["tokens"], found["documents"], found["corpus"]) == ("980", "40", "text")
     assert found["largest_id"].startswith("255 of")
+
+
+def test_folders_that_links_name_are_read_once_and_what_is_left_out_is_said(tmp_path):
+    for name in ("in/a.txt", "in/own/b.txt", "in/noext", "in/y.bin", "in/.hidden", "out/c.txt", "out/deep/d.txt"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("text\n" * 99)
+    for name, to in {"link": "../out", "again": "../out/deep", "up": "..", "round": "own"}.items():
+        (tmp_path / "in" / name).symlink_to(to)
+    data = Data(corpus="text", path=str(tmp_path / "in"), tokenizer="byte", dir=str(tmp_path / "data"))
+    files = corpus.sources(data)
+    assert sorted(file.name for file in files) == ["a.txt", "b.txt", "c.txt", "d.txt"]
+    said: list[str] = []
+    prepare(data, progress=lambda what, done, total: said.append(what))
+    assert f"{tmp_path / 'in'}: 4 files are read, chosen by their endings; left out: noext, y.bin" in said
+
+
+@pytest.mark.parametrize(("name", "said"), [("dead.txt", "a link to nowhere"), ("*.txt", "wildcards")])
+def test_a_path_that_is_not_there_says_why(tmp_path, name: str, said: str):
+    (tmp_path / "dead.txt").symlink_to("nowhere")
+    with pytest.raises(NotFoundError, match=said):
+        corpus.sources(Data(corpus="text", path=str(tmp_path / name)))
