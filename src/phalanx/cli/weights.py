@@ -482,6 +482,8 @@ def _convert(words: Words) -> None:
     source, target = map(Path, words.subjects)
     if words.options["to"] is None:
         raise JobError("phalanx checkpoint convert needs --to safetensors, --to dcp or --to phalanx")
+    if "max_file_gib" in words.stated and (words.options["to"] != "safetensors" or target.suffix == ".safetensors"):
+        raise JobError("--max-file-gib is for a folder of safetensors: no effect here")
     from phalanx.checkpoint.consolidated import open_source
     from phalanx.checkpoint.convert import convert
 
