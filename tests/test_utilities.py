@@ -46,7 +46,7 @@ from phalanx.facts import Lazy, stated
 from phalanx.generate.sampling import read_prompts
 from phalanx.generate.text import OrderedOutput
 from phalanx.hashed import Hashed
-from phalanx.nearest import Misfit, nearest
+from phalanx.nearest import Misfit, nearest, no_run
 from phalanx.partition.derived import Batch
 from phalanx.registry import Registry, View, blamed, noting_package, package_code
 from phalanx.train.terminal import Terminal, logging_to
@@ -69,6 +69,18 @@ def test_the_mark_with_which_editors_of_windows_begin_a_file_is_no_text(tmp_path
     assert read_prompts(path) == ["def ", "a\x0cb\u2028c", "d"]
     (tmp_path / "a.jinja").write_bytes(b"\xef\xbb\xbf{{ 1 }}")
     assert find_template(Data(template=str(tmp_path / "a.jinja"))).source == "{{ 1 }}"
+
+
+def test_a_file_of_prompts_sets_nothing_else(tmp_path):
+    (tmp_path / "p.jsonl").write_text('{"prompt": "a", "id": 1}\n{"prompt": "b", "temperature": 0, "max_tokens": 3}\n')
+    with pytest.raises(DataError, match=r"p\.jsonl:2: temperature, max_tokens: options set these, for all prompts"):
+        read_prompts(tmp_path / "p.jsonl")
+
+
+def test_a_checkpoint_where_a_run_is_wanted_is_answered_with_its_run(tmp_path):
+    (tmp_path / "config.yaml").touch()
+    said = no_run(tmp_path / "checkpoints" / "step-000020", "no config.yaml")
+    assert said.endswith(f"it is a checkpoint: give {tmp_path}, and --step 20")
 
 
 def test_what_is_no_regular_file_is_refused_at_once(tmp_path, monkeypatch):

@@ -175,4 +175,7 @@ def no_run(path: Path, lacks: str) -> str:
     hint = hint or (f"; there are: {', '.join(known[:_MOST_RUNS])}{more}" if known else "")
     what = f"it has {lacks}" if os.path.isdir(path) else "there is no such folder"
     what = "it is a file" if os.path.isfile(path) else what
+    run, step = path.parent.parent, re.fullmatch("step-0*([0-9]+)", path.name)
+    if step and os.path.exists(run / "config.yaml"):
+        what, hint = "it is a checkpoint", f": give {run}, and --step {step[1]}"
     return f"no run in {path}: {what}{hint}"

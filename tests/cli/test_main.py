@@ -274,7 +274,7 @@ IN_VAIN = {
     "--days: no effect with --print-causes": ("goodput", "--print-causes", "--days", "3"),
     "--out: no effect with --json": ("report", "run", "--json", "--out", "x.html"),
     "--limit has no effect without --tasks": ("evaluate", "run", "--limit", "5"),
-    "--text-field has no effect without --files or --corpus": ("evaluate", "run", "--text-field", "body"),
+    "--text-field has no effect without --files": ("evaluate", "run", "--text-field", "body"),
     "--precision: tasks of lm-eval": ("evaluate", "run", "--tasks", "piqa", "--precision", "bf16"),
     "--draft-tokens has no effect without --assistant": ("generate", "run", "--draft-tokens", "3"),
     "--samples, --seed: no effect with --temperature 0": (

@@ -234,7 +234,7 @@ def test_tables_of_arrow(tmp_path: Path) -> None:
         ("a.json", b'[{"text": "x"}', "it begins as a JSON array and is none"),
         ("a.json", b'[{"text": "x", "text": "y"}]', "a.json: the key 'text' is given twice, as 'x' and as 'y'"),
         ("a.json", b"[1]", "record 1: expected a JSON object, found int"),
-        ("a.csv", b"id,name\n1,x\n", "no field 'text' (its fields: 'id', 'name'); set data.text_field"),
+        ("a.csv", b"id,name\n1,x\n", "no field 'text' (its fields: 'id', 'name'); name it with data.text_field"),
         ("a.csv", b"text,text\n1,x\n", "must name every column once"),
         ("a.csv", b"id,text\n1\n", "1 columns, where the header names 2"),
         ("a.txt", "naïve".encode("latin-1"), "likely Windows-1252 or Latin-1: iconv -f WINDOWS-1252 -t UTF-8"),
@@ -545,7 +545,9 @@ def test_folders_that_links_name_are_read_once_and_what_is_left_out_is_said(tmp_
     files = corpus.sources(data)
     assert sorted(file.name for file in files) == ["a.txt", "b.txt", "c.txt", "d.txt"]
     said: list[str] = []
-    prepare(data, progress=lambda what, done, total: said.append(what))
+    shards = prepare(data, progress=lambda what, done, total: said.append(what))
+    with pytest.raises(DataError, match="it holds prepared tokens"):
+        corpus.sources(replace(data, path=str(shards)))
     assert f"{tmp_path / 'in'}: 4 files are read, chosen by their endings; left out: noext, y.bin" in said
 
 

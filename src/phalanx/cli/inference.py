@@ -299,7 +299,7 @@ class Evaluate:
     """Score this corpus instead of the run's own."""
     files: Annotated[Path | None, {"value": "PATH"}] = None
     """Score a text or JSONL file, or a folder of them."""
-    text_field: Annotated[str, {"beside": ("files", "corpus")}] = "text"
+    text_field: Annotated[str, {"beside": ("files",)}] = "text"
     """The field of each JSON line that holds the text."""
     split: Literal["auto", "train", "val", "all"] = "auto"
     """Part of the corpus; auto is val of the run's own corpus, and all of any other."""
@@ -429,6 +429,7 @@ def _launch(argv: Sequence[str], options: Evaluate, layout: Layout) -> int:
 
 def _evaluating_rank(options: Evaluate, ranks: Ranks, store: Store | None = None) -> int:
     from phalanx.config.job import Job
+    from phalanx.data.corpus import left_out, sources
     from phalanx.data.files import silent, stderr_progress
     from phalanx.data.tokenizer import Tokenizer
     from phalanx.evaluate.perplexity import score
@@ -439,6 +440,8 @@ def _evaluating_rank(options: Evaluate, ranks: Ranks, store: Store | None = None
     def read(job: Job, tokenizer: Tokenizer) -> list[ScoredText | ScoredConversations]:
         data = other_corpus(job.data, options.corpus, options.files, options.text_field)
         is_own = data == job.data and data.val_fraction
+        if data.path and (said := left_out(data, sources(data))):
+            progress(said, 0, 0)
         split = options.split if options.split != "auto" else "val" if is_own else "all"
         return read_texts(data, tokenizer, split, job.model.seq_len, options.limit_mb)
 

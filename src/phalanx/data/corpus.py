@@ -278,6 +278,11 @@ def chosen_files(folder: Path, suffixes: Collection[str], what: str, left_out: C
     for file in found:
         if formats.suffix_of(file) not in suffixes and {each.lower() for each in file.suffixes} & {*suffixes}:
             formats.form_of(file)  # says what it is, and how it is read
+    if {folder / "index.json", folder / "train-00000.bin"} <= {*found}:
+        raise DataError(
+            f"data.path={folder}: it holds prepared tokens, which the job that made them finds by itself; data.path "
+            "names what they were made of"
+        )
     if not files:
         sets = [file for file in found if file.suffix == ".idx"]
         hint = f"; a Megatron data set is named by itself, such as {sets[0]}, several in data.mix" if sets else ""
@@ -407,7 +412,7 @@ def _field_text(record: dict[str, Any], field: str, where: str) -> str:
         found = f"{where}: no field {field!r} (its fields: {names})"
         if corpus := next((name for name, keys in _OTHER_ROWS.items() if keys & record.keys()), ""):
             raise DataError(f"{found}; such rows are read by data.corpus={corpus}, also with data.mix")
-        raise DataError(f"{found}; set data.text_field{records_inside(record)}")
+        raise DataError(f"{found}; name it with data.text_field (evaluate: --text-field){records_inside(record)}")
     text = record[field]
     if not isinstance(text, str):
         raise DataError(f"{where}: the field {field!r} holds {type(text).__name__}, not text")
