@@ -34,7 +34,7 @@ MOST_LINES = {
     "blocks": 3524,
     "check": 2207,
     "checkpoint": 4162,
-    "cli": 7746,
+    "cli": 7758,
     "comm": 2139,
     "config": 6745,
     "cost": 7637,

@@ -57,6 +57,7 @@ def test_help_and_configuration_answer_without_torch():
     ("argv", "message"),
     [
         (["trian"], "phalanx: no verb 'trian'; did you mean `phalanx train`?"),
+        (["from", "x.toml"], "phalanx: no verb 'from'; did you mean `phalanx plan --from FILE`?"),
         (["xyz"], "phalanx: no verb 'xyz'; the verbs are: init, train, launch, verify, generate, serve"),
         (["job.yaml"], "phalanx: no verb 'job.yaml'; put the verb first: `phalanx train job.yaml`"),
         *(
