@@ -25,7 +25,7 @@ import phalanx
 from extend.install import environment, install
 from phalanx import registry
 from phalanx.blocks.operator import MemoryProfile
-from phalanx.bounded import field, parse_json, read_bytes, read_json, read_text
+from phalanx.bounded import field, open_regular, parse_json, read_bytes, read_json, read_text
 from phalanx.check.schema import known_names
 from phalanx.cli import inference as generate
 from phalanx.cli.main import VERBS, main, message_of
@@ -69,6 +69,13 @@ def test_the_mark_with_which_editors_of_windows_begin_a_file_is_no_text(tmp_path
     assert read_prompts(path) == ["def ", "a\x0cb\u2028c", "d"]
     (tmp_path / "a.jinja").write_bytes(b"\xef\xbb\xbf{{ 1 }}")
     assert find_template(Data(template=str(tmp_path / "a.jinja"))).source == "{{ 1 }}"
+
+
+@pytest.mark.parametrize("read", [read_text, read_json, open_regular])
+def test_a_pointer_of_git_lfs_is_not_the_file(tmp_path, read):
+    (tmp_path / "a").write_text(f"version https://git-lfs.github.com/spec/v1\noid sha256:{'0' * 64}\nsize 12345\n")
+    with pytest.raises(OSError, match=r"^it is a pointer of Git LFS, not the file: git lfs pull$"):
+        read(tmp_path / "a")
 
 
 def test_a_file_of_prompts_sets_nothing_else(tmp_path):

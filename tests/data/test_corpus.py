@@ -291,6 +291,7 @@ def test_a_damaged_block_of_gzip_is_named_and_a_long_cell_is_read(tmp_path: Path
         ("a.txt", "hello world".encode("utf-16-be"), "iconv -f UTF-16BE"),
         ("a.txt", b"\0\0ab\0\0cd" * 9, "is not text"),
         ("a.csv", b"text;id\na;1\n", "here it is likely ';'"),
+        ("a.parquet", b"<html>not found</html>", "is no Parquet file"),
         ("a.txt", b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n", "is a pointer of Git LFS"),
         ("a.jsonl", b"\x80\x04\x95" + b"a" * 50, "is a pickle of Python"),
         ("a.csv", b"\xd0\xcf\x11\xe0" + b"a" * 50, "is an old Office file"),
