@@ -34,7 +34,7 @@ MOST_LINES = {
     "blocks": 3524,
     "check": 2207,
     "checkpoint": 4166,
-    "cli": 7758,
+    "cli": 7750,
     "comm": 2139,
     "config": 6745,
     "cost": 7637,

@@ -153,9 +153,7 @@ VERB = job_verb(
         ),
         **FROM,
         "table": Option("predict every row of a CSV file of configurations instead of one job", value="FILE"),
-        "out": Option(
-            "with --table: the CSV file to write (default: standard output)", value="FILE", beside=("table",)
-        ),
+        "out": Option("with --table: the CSV to write (default: standard output)", value="FILE", beside=("table",)),
     },
     exits={2: "the job, or every row of --table, is refused, or bad usage", 3: "the job does not fit in memory"},
     auto="measure",
@@ -390,18 +388,12 @@ GRAPH = {
         value="FILE|MODULE:FUNCTION",
     ),
     **{
-        name: Option(f"with --graph: {about}", default, at_least=least, value=value, rare=True, beside=("graph",))
-        for name, about, default, least, value in (
-            ("mesh", "its devices in one or two dimensions, such as 8x8 (default: the best)", "", None, "AxB"),
-            ("micro_batches", "plan pipeline stages for so many", 0, 1, ""),
-            (
-                "splits",
-                "a plan by hand to compare, as JSON: the letters that operators split, the rest is chosen",
-                "",
-                None,
-                "FILE",
-            ),
-            ("graph_out", "write the graph as JSON", "", None, "FILE"),
+        name: Option(f"with --graph: {about}", default, value=value, at_least=least, rare=True, beside=("graph",))
+        for name, about, default, value, least in (
+            ("mesh", "its devices in one or two dimensions, such as 8x8 (default: the best)", "", "AxB", None),
+            ("micro_batches", "plan pipeline stages for so many", 0, "", 1),
+            ("splits", "a plan by hand to compare, as JSON: letters that operators split", "", "FILE", None),
+            ("graph_out", "write the graph as JSON", "", "FILE", None),
         )
     },
 }
