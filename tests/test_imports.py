@@ -32,7 +32,7 @@ INNER_FLOORS = {
 MOST_LINES = {
     "axes": 811,
     "blocks": 3524,
-    "check": 2207,
+    "check": 2217,
     "checkpoint": 4166,
     "cli": 7750,
     "comm": 2139,

@@ -267,6 +267,16 @@ def repeated(settings: Sequence[Setting]) -> Iterator[str]:
         seen[setting.path] = setting
 
 
+def _two_sizes(settings: Sequence[Setting]) -> Iterator[str]:
+    """Yields that one file, or one command line, gives a machine's number of nodes twice: beside its name (dgx-h100:4)
+    and as cluster.nodes."""
+    named = {each.origin.partition(":")[0]: str(each.text) for each in settings if each.path == "cluster.preset"}
+    for setting in settings:
+        preset = named.get(setting.origin.partition(":")[0], "") if setting.path == "cluster.nodes" else ""
+        if (nodes := preset.partition(":")[2]).isdecimal() and _meant(setting) != int(nodes):
+            yield _placed(setting.origin, "cluster.nodes", f"is {setting.text}, and cluster={preset} says {nodes}")
+
+
 def _meant(setting: Setting) -> Any:
     """Returns the value of a setting, or its text if it is none."""
     text = setting.text if isinstance(setting.text, list) else spelled(setting.path, setting.text)
@@ -314,7 +324,7 @@ def resolve(
     """Applies settings in order to the default job, then names whose value depends on others (`derived`; `given` are
     the fields that the command line sets itself, with their origins), then checks the result. Without `presets`, the
     names of presets are plain values. Raises JobError with all problems."""
-    found = list(problems)
+    found = [*problems, *_two_sizes(settings)]
     settings, answers = _taken(settings, found, written=presets)
     job, origins = _start(settings, found) if presets else (Job(), _Origins.fromkeys(leaves(), "default"))
     filed: Job | None = None
