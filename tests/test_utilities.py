@@ -25,7 +25,7 @@ import phalanx
 from extend.install import environment, install
 from phalanx import registry
 from phalanx.blocks.operator import MemoryProfile
-from phalanx.bounded import field, parse_json, read_bytes, read_json, read_text
+from phalanx.bounded import field, open_regular, parse_json, read_bytes, read_json, read_text
 from phalanx.check.schema import known_names
 from phalanx.cli import inference as generate
 from phalanx.cli.main import VERBS, main, message_of
@@ -46,7 +46,7 @@ from phalanx.facts import Lazy, stated
 from phalanx.generate.sampling import read_prompts
 from phalanx.generate.text import OrderedOutput
 from phalanx.hashed import Hashed
-from phalanx.nearest import Misfit, nearest
+from phalanx.nearest import Misfit, nearest, no_run
 from phalanx.partition.derived import Batch
 from phalanx.registry import Registry, View, blamed, noting_package, package_code
 from phalanx.train.terminal import Terminal, logging_to
@@ -69,6 +69,25 @@ def test_the_mark_with_which_editors_of_windows_begin_a_file_is_no_text(tmp_path
     assert read_prompts(path) == ["def ", "a\x0cb\u2028c", "d"]
     (tmp_path / "a.jinja").write_bytes(b"\xef\xbb\xbf{{ 1 }}")
     assert find_template(Data(template=str(tmp_path / "a.jinja"))).source == "{{ 1 }}"
+
+
+@pytest.mark.parametrize("read", [read_text, read_json, open_regular])
+def test_a_pointer_of_git_lfs_is_not_the_file(tmp_path, read):
+    (tmp_path / "a").write_text(f"version https://git-lfs.github.com/spec/v1\noid sha256:{'0' * 64}\nsize 12345\n")
+    with pytest.raises(OSError, match=r"^it is a pointer of Git LFS, not the file: git lfs pull$"):
+        read(tmp_path / "a")
+
+
+def test_a_file_of_prompts_sets_nothing_else(tmp_path):
+    (tmp_path / "p.jsonl").write_text('{"prompt": "a", "id": 1}\n{"prompt": "b", "temperature": 0, "max_tokens": 3}\n')
+    with pytest.raises(DataError, match=r"p\.jsonl:2: temperature, max_tokens: options set these, for all prompts"):
+        read_prompts(tmp_path / "p.jsonl")
+
+
+def test_a_checkpoint_where_a_run_is_wanted_is_answered_with_its_run(tmp_path):
+    (tmp_path / "config.yaml").touch()
+    said = no_run(tmp_path / "checkpoints" / "step-000020", "no config.yaml")
+    assert said.endswith(f"it is a checkpoint: give {tmp_path}, and --step 20")
 
 
 def test_what_is_no_regular_file_is_refused_at_once(tmp_path, monkeypatch):

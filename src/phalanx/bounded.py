@@ -34,18 +34,31 @@ _KINDS = {
 
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
+_LFS = b"version https://git-lfs."
+
 T = TypeVar("T")
 
 
+class UnreadableError(OSError):
+    """A file that is not read, whatever its permissions are; its text is the reason alone."""
+
+    def __str__(self) -> str:
+        return self.strerror or ""
+
+
 def open_regular(path: Path) -> BufferedReader:
-    """Opens a regular file to read its bytes, and never blocks. Raises OSError for anything else."""
+    """Opens a regular file to read its bytes, and never blocks. Raises OSError for anything else, and for a pointer of
+    Git LFS, which stands for the file where `git lfs pull` did not run."""
     try:
         _require_regular(os.stat(path).st_mode, path)  # before it is opened: opening a device may have effects
         file = open(path, "rb", opener=_without_blocking)  # noqa: SIM115 (the caller closes it)
     except ValueError:  # what os.stat says about NUL bytes and half surrogate pairs
-        raise OSError(errno.EINVAL, "a file cannot have this name", str(path)) from None
+        raise UnreadableError(errno.EINVAL, "a file cannot have this name", str(path)) from None
     try:
-        _require_regular(os.fstat(file.fileno()).st_mode, path)  # it may have been replaced in between
+        status = os.fstat(file.fileno())
+        _require_regular(status.st_mode, path)  # it may have been replaced in between
+        if status.st_size < 1024 and os.pread(file.fileno(), len(_LFS), 0) == _LFS:  # the format's upper bound
+            raise UnreadableError(errno.EINVAL, "it is a pointer of Git LFS, not the file: git lfs pull", str(path))
     except OSError:
         file.close()
         raise
@@ -57,7 +70,7 @@ def read_bytes(path: Path, most: int = MOST_BYTES) -> bytes:
     with open_regular(path) as file:
         content = file.read(most + 1)
     if len(content) > most:
-        raise OSError(errno.EFBIG, f"it is larger than {gib(most)}, the most that is read", str(path))
+        raise UnreadableError(errno.EFBIG, f"it is larger than {gib(most)}, the most that is read", str(path))
     return content
 
 
@@ -125,7 +138,7 @@ def _without_blocking(path: str, flags: int) -> int:
 def _require_regular(mode: int, path: Path) -> None:
     if not stat.S_ISREG(mode):
         kind = _KINDS.get(stat.S_IFMT(mode), "no file")
-        raise OSError(errno.EINVAL, f"it is {kind}, not a regular file", str(path))
+        raise UnreadableError(errno.EINVAL, f"it is {kind}, not a regular file", str(path))
 
 
 def _object(pairs: list[tuple[str, Any]], once: str) -> dict[str, Any]:

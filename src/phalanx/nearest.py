@@ -150,6 +150,10 @@ def misfit(equation: str, path: str, values: str) -> str:
 
 def near_file(path: Path) -> str:
     """Returns the end of a message about a file that is not there, "; did you mean data/train.txt?", or nothing."""
+    if os.path.islink(path):
+        return f": it is a link to {os.readlink(path)}, which is not there"
+    if set(path.name) & set("*?["):
+        return "; wildcards are not expanded: name one file or folder"
     try:
         names = [each.name for each in path.parent.iterdir()]
     except OSError:
@@ -171,4 +175,7 @@ def no_run(path: Path, lacks: str) -> str:
     hint = hint or (f"; there are: {', '.join(known[:_MOST_RUNS])}{more}" if known else "")
     what = f"it has {lacks}" if os.path.isdir(path) else "there is no such folder"
     what = "it is a file" if os.path.isfile(path) else what
+    run, step = path.parent.parent, re.fullmatch("step-0*([0-9]+)", path.name)
+    if step and os.path.exists(run / "config.yaml"):
+        what, hint = "it is a checkpoint", f": give {run}, and --step {step[1]}"
     return f"no run in {path}: {what}{hint}"

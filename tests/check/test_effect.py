@@ -282,3 +282,18 @@ def test_a_shape_that_the_weights_do_not_have_is_refused_before_ranks_start(word
     with pytest.raises(JobError, match=said):
         load_words(parse([f"model.from={run_of(tmp_path)}", *words]))
     assert load_words(parse([f"model.from={tmp_path}", "model.lora.rank=4", "model.dropout=0.1"])).job
+
+
+@pytest.mark.parametrize(
+    ("path", "words"), [("train.eval_every", ()), ("guard.spike_warmup", ("guard.on_spike=skip",))]
+)
+def test_an_interval_beyond_the_last_step_is_said(tmp_path, path: str, words: tuple[str, ...]):
+    (tmp_path / "job.yaml").write_text("train: {steps: 20}\ncluster: {device: cpu}\n")
+    said = load_words(parse([str(tmp_path / "job.yaml"), f"{path}=21", *words])).answers
+    assert any(f"{path}=21: train.steps=20 does not reach step 21: " in answer for answer in said)
+    assert not load_words(parse([str(tmp_path / "job.yaml"), f"{path}=20", *words])).answers
+
+
+def test_a_job_that_the_command_line_shortens_keeps_its_intervals_in_peace(tmp_path):
+    (tmp_path / "job.yaml").write_text("train: {steps: 20, eval_every: 10}\ncluster: {device: cpu}\n")
+    assert not load_words(parse([str(tmp_path / "job.yaml"), "train.steps=5"])).answers

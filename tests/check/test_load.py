@@ -346,6 +346,28 @@ def test_home_is_replaced_in_paths_and_variables_are_refused(tmp_path, monkeypat
         load_words(overrides.parse(["run.dir=$HOME/x"]))
 
 
+def test_a_number_of_nodes_is_given_once(tmp_path):
+    text, sharded = "cluster: {preset: 'dgx-h100:4', nodes: 2}\n", ["dp_shard=16", "train.global_batch=16"]
+    [said] = problems(tmp_path, text, sharded)
+    assert said.endswith("job.yaml:1: cluster.nodes: is 2, and cluster=dgx-h100:4 says 4")
+    words = ["cluster=dgx-h100:4", "cluster.nodes=2"]
+    assert "cluster.nodes=2: is 2, and cluster=dgx-h100:4 says 4" in problems(tmp_path, "", [*words, *sharded])[0]
+    assert load(tmp_path, "cluster: dgx-h100:4\n", ["cluster.nodes=2", *sharded]).job.cluster.nodes == 2
+
+
+@pytest.mark.parametrize("text", ["null", "~", "'x'", '"x"', "[x]"])
+@pytest.mark.parametrize("path", ["run.name", "data.path", "data.tokenizer", "model.from"])
+def test_a_name_written_for_another_reader_is_one_problem(tmp_path, monkeypatch, path: str, text: str):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(JobError) as caught:
+        load_words(overrides.parse([f"{path}={text}", *(["data.corpus=text"] if path == "data.path" else [])]))
+    assert len(caught.value.problems) == 1
+    assert f"{text} would be a name" in str(caught.value) or f"{text}: expected one text" in str(caught.value)
+    (tmp_path / "null").touch()
+    if (path, text) == ("data.path", "null"):
+        assert load_words(overrides.parse(["data.path=null", "data.corpus=text"])).job.data.path == "null"
+
+
 def test_a_size_that_cannot_be_read_is_one_problem(tmp_path):
     text = "cluster: {preset: dgx-h100, nodes: 2.5}\nlayout: {dp_shard: 16}\n"
     assert problems(tmp_path, text) == [f"{tmp_path}/job.yaml:1: cluster.nodes: expected a whole number, found '2.5'"]

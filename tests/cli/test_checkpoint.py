@@ -226,6 +226,14 @@ def test_a_run_is_converted_there_and_back(tmp_path, capsys, monkeypatch):
     assert command(capsys, "show", "dcp", "--trust")[0] == 0
 
 
+def test_a_folder_that_is_named_after_another_step_is_no_newer_checkpoint(run, capsys):
+    os.rename(run / "checkpoints" / "step-000040", run / "checkpoints" / "step-000400")
+    said = "step-000400 holds step 40: name its folder step-000040"
+    assert command(capsys, "show", "run/checkpoints/step-000400")[0] == 4
+    code, out, _ = command(capsys, "list", "run")
+    assert (code, said in " ".join(out.split())) == (0, True)
+
+
 @pytest.mark.parametrize(
     ("words", "code", "message"),
     [
@@ -238,6 +246,7 @@ def test_a_run_is_converted_there_and_back(tmp_path, capsys, monkeypatch):
         (["convert", "run", "x"], 2, "needs --to safetensors, --to dcp or --to phalanx"),
         (["convert", "run", "x", "--to", "hf"], 2, "expected one of safetensors, dcp, phalanx, found 'hf'"),
         (["diff", "run", "run", "--tensors", "none.*"], 2, "no tensor has such a name"),
+        (["show", "run", "--tensors", "embed.wieght"], 2, "no tensor has such a name; there is embed.weight"),
         (["list", "nowhere"], 2, "no run in nowhere: there is no such folder"),
         (["list", "."], 2, "no checkpoints in .: it is neither a run's directory nor"),
         (["verify", "run/checkpoints/step-000040", "--step", "3"], 4, "is the checkpoint of another step than 3"),

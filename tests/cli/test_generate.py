@@ -16,6 +16,7 @@ import pytest
 from generate.written import write_run
 from model.kinds import KINDS
 from phalanx.cli.main import main
+from phalanx.data.tokenizer import NumberTokenizer
 
 
 @pytest.fixture
@@ -148,3 +149,9 @@ def test_ctrl_c_ends_every_rank(run):
 
 def _children(pid: int) -> list[str]:
     return Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+
+
+def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(run, capsys):
+    NumberTokenizer(KINDS["llama"].vocab_size + 1).save(run)
+    assert main(["generate", str(run), "--prompt", "5"]) == 4
+    assert "it is another model's tokenizer" in capsys.readouterr().err

@@ -89,7 +89,7 @@ def test_what_is_wrong_is_said(written, capsys, words, code, said):
 
 def test_options_of_a_graph_need_one(capsys):
     assert main(["plan", "--micro-batches", "4", *SMALL]) == 2
-    assert "--micro-batches belongs to --graph" in capsys.readouterr().err
+    assert "--micro-batches has no effect without --graph" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("place", "said"), [("nothing_here:f", "No module named"), ("json:decoder", "is no function")])

@@ -163,7 +163,7 @@ DATA = ["data", "prepare", "data.corpus=text", "data.path=corpus.jsonl", "data.d
     ("corpus", "tokenizer", "message"),
     [
         ("[" * 100_000, "{}", "corpus.jsonl: nested deeper than"),
-        (json.dumps({f"k{n}": 1 for n in range(100_000)}), "{}", "'k19' and 99,980 more); set data.text_field"),
+        (json.dumps({f"k{n}": 1 for n in range(100_000)}), "{}", "'k19' and 99,980 more); name it"),
         ('{"text": "\\ud800"}', "{}", "the field 'text' holds half a surrogate pair"),
         ('{"text": "x"}', "[" * 100_000, "mine.json is not JSON and so no tokenizer: nested deeper than"),
         ('{"text": "x"}', f'{{"a": {"9" * 5000}}}', "a whole number of 5,000 digits"),

@@ -57,6 +57,7 @@ def test_help_and_configuration_answer_without_torch():
     ("argv", "message"),
     [
         (["trian"], "phalanx: no verb 'trian'; did you mean `phalanx train`?"),
+        (["from", "x.toml"], "phalanx: no verb 'from'; did you mean `phalanx plan --from FILE`?"),
         (["xyz"], "phalanx: no verb 'xyz'; the verbs are: init, train, launch, verify, generate, serve"),
         (["job.yaml"], "phalanx: no verb 'job.yaml'; put the verb first: `phalanx train job.yaml`"),
         *(
@@ -260,6 +261,47 @@ def test_help_explains_one_command_or_one_option(capsys, monkeypatch):
 def test_mistakes_are_one_message(argv, message, capsys):
     assert main(argv) == 2
     assert message in capsys.readouterr().err
+
+
+H100 = ("model=llama3-8b", "cluster=dgx-h100", "dp_shard=8", "train.global_batch=8")
+IN_VAIN = {
+    "--from has no effect without --svg": ("simulate", *H100, "--from", "0.1"),
+    "--slow-link tp=2: the layout has one rank along tp": ("simulate", *H100, "--slow-link", "tp=2"),
+    "--straggler 0 is given twice": ("simulate", *H100, "--straggler", "0=2", "0=3"),
+    "--out has no effect without --table": ("predict", *H100, "--out", "x.csv"),
+    "--ignore has no effect without --from": ("predict", *H100, "--ignore", "x"),
+    "--largest excludes --tokens": ("predict", *H100, "--largest", "80", "--tokens", "1T"),
+    "--seed has no effect without --runs": ("goodput", "--seed", "5"),
+    "--days: no effect with --print-causes": ("goodput", "--print-causes", "--days", "3"),
+    "--out: no effect with --json": ("report", "run", "--json", "--out", "x.html"),
+    "--limit has no effect without --tasks": ("evaluate", "run", "--limit", "5"),
+    "--text-field has no effect without --files": ("evaluate", "run", "--text-field", "body"),
+    "--precision: tasks of lm-eval": ("evaluate", "run", "--tasks", "piqa", "--precision", "bf16"),
+    "--draft-tokens has no effect without --assistant": ("generate", "run", "--draft-tokens", "3"),
+    "--samples, --seed: no effect with --temperature 0": (
+        *("generate", "run", "--temperature", "0", "--samples", "2", "--seed", "4"),
+    ),
+    "--max-file-gib is for a folder of safetensors": (
+        *("checkpoint", "convert", "run", "x", "--to", "dcp", "--max-file-gib", "1"),
+    ),
+}
+
+
+@pytest.mark.parametrize("message", IN_VAIN)
+def test_an_option_without_an_effect_is_refused(message, capsys):
+    assert main([*IN_VAIN[message]]) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_the_options_beside_which_others_stand_exist(verb):
+    options = {option.name: option for option in description_of(verb).options}
+    assert {beside for option in options.values() for beside in option.beside} <= {*options}
+
+
+def test_the_table_of_causes_is_json_where_it_is_asked_for(capsys):
+    assert main(["goodput", "--print-causes", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)[0]["cause"] == "Faulty GPU"
 
 
 def test_an_option_that_may_be_repeated_has_all_its_values():

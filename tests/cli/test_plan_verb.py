@@ -348,7 +348,7 @@ def test_a_table_is_predicted_row_by_row(tmp_path: Path, capsys: pytest.CaptureF
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--picture", "layout"], "--picture layout says what --svg draws: name a file"),
+        (["--picture", "layout"], "--picture has no effect without --svg"),
         (["--picture", "layuot", "--svg", "a.svg"], "prediction, layout, context, recompute, slices, found 'layuot'"),
         (["--picture", "context", "--svg", "a.svg"], "layout.cp is 1"),
         (["--picture", "context", "--svg", "a.svg", "cp=3"], "is not an integer; nearest cp:"),
@@ -459,11 +459,11 @@ def test_failures_are_drawn_for_the_job_s_devices(capsys, tmp_path):
 
 def test_slow_devices_and_both_ends_of_slow_links_are_marked(capsys, tmp_path):
     picture = tmp_path / "slow.svg"
-    assert main([*SIMULATE, "--straggler", "2=1.5", "--slow-link", "tp=2", "1-2=20", "--svg", str(picture)]) == 0
+    assert main([*SIMULATE, "--straggler", "2=1.5", "--slow-link", "dp=2", "1-2=20", "--svg", str(picture)]) == 0
     drawn = picture.read_text()
     assert ">↔ 2: 20 ×<" in drawn
     assert ">1.5 ×, ↔ 1: 20 ×<" in drawn
-    assert "; rank 2 takes 1.5 ×, messages 1-2 20 ×, tp 2 ×<" in drawn
+    assert "; rank 2 takes 1.5 ×, messages 1-2 20 ×, dp 2 ×<" in drawn
 
 
 def test_what_does_not_fit_is_simulated_all_the_same(capsys):

@@ -237,6 +237,8 @@ def test_accepted(text, kind, value):
         ("maybe", bool, "expected true or false, found 'maybe'"),
         ("cosin", Schedule, "expected one of cosine, linear, found 'cosin'; did you mean cosine?"),
         ("1", tuple[float, float], "expected 2 values, found 1"),
+        ("[1,2", tuple[float, float], "expected a list such as [a,b], found '[1,2'"),
+        ("1,2)", tuple[float, float], "expected a list such as [a,b], found '1,2)'"),
         (["1", "2"], int, "expected a whole number, not a list"),
     ],
 )

@@ -234,7 +234,7 @@ def test_tables_of_arrow(tmp_path: Path) -> None:
         ("a.json", b'[{"text": "x"}', "it begins as a JSON array and is none"),
         ("a.json", b'[{"text": "x", "text": "y"}]', "a.json: the key 'text' is given twice, as 'x' and as 'y'"),
         ("a.json", b"[1]", "record 1: expected a JSON object, found int"),
-        ("a.csv", b"id,name\n1,x\n", "no field 'text' (its fields: 'id', 'name'); set data.text_field"),
+        ("a.csv", b"id,name\n1,x\n", "no field 'text' (its fields: 'id', 'name'); name it with data.text_field"),
         ("a.csv", b"text,text\n1,x\n", "must name every column once"),
         ("a.csv", b"id,text\n1\n", "1 columns, where the header names 2"),
         ("a.txt", "naïve".encode("latin-1"), "likely Windows-1252 or Latin-1: iconv -f WINDOWS-1252 -t UTF-8"),
@@ -291,6 +291,7 @@ def test_a_damaged_block_of_gzip_is_named_and_a_long_cell_is_read(tmp_path: Path
         ("a.txt", "hello world".encode("utf-16-be"), "iconv -f UTF-16BE"),
         ("a.txt", b"\0\0ab\0\0cd" * 9, "is not text"),
         ("a.csv", b"text;id\na;1\n", "here it is likely ';'"),
+        ("a.parquet", b"<html>not found</html>", "is no Parquet file"),
         ("a.txt", b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n", "is a pointer of Git LFS"),
         ("a.jsonl", b"\x80\x04\x95" + b"a" * 50, "is a pickle of Python"),
         ("a.csv", b"\xd0\xcf\x11\xe0" + b"a" * 50, "is an old Office file"),
@@ -533,3 +534,26 @@ def test_inspect_says_what_it_is(tmp_path, data, capsys):
     assert found["form"] == "Megatron indexed data set, version 1, uint16"
     assert (found["tokens"], found["documents"], found["corpus"]) == ("980", "40", "text")
     assert found["largest_id"].startswith("255 of")
+
+
+def test_folders_that_links_name_are_read_once_and_what_is_left_out_is_said(tmp_path):
+    for name in ("in/a.txt", "in/own/b.txt", "in/noext", "in/y.bin", "in/.hidden", "out/c.txt", "out/deep/d.txt"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("text\n" * 99)
+    for name, to in {"link": "../out", "again": "../out/deep", "up": "..", "round": "own"}.items():
+        (tmp_path / "in" / name).symlink_to(to)
+    data = Data(corpus="text", path=str(tmp_path / "in"), tokenizer="byte", dir=str(tmp_path / "data"))
+    files = corpus.sources(data)
+    assert sorted(file.name for file in files) == ["a.txt", "b.txt", "c.txt", "d.txt"]
+    said: list[str] = []
+    shards = prepare(data, progress=lambda what, done, total: said.append(what))
+    with pytest.raises(DataError, match="it holds prepared tokens"):
+        corpus.sources(replace(data, path=str(shards)))
+    assert f"{tmp_path / 'in'}: 4 files are read, chosen by their endings; left out: noext, y.bin" in said
+
+
+@pytest.mark.parametrize(("name", "said"), [("dead.txt", "a link to nowhere"), ("*.txt", "wildcards")])
+def test_a_path_that_is_not_there_says_why(tmp_path, name: str, said: str):
+    (tmp_path / "dead.txt").symlink_to("nowhere")
+    with pytest.raises(NotFoundError, match=said):
+        corpus.sources(Data(corpus="text", path=str(tmp_path / name)))

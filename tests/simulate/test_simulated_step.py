@@ -263,20 +263,21 @@ def test_what_has_no_step_is_refused(line: str, message: str) -> None:
 
 def test_everything_that_a_case_does_not_have_is_told_at_once() -> None:
     one = spec("tp=8,pp=4", 8)
-    check(Disturbance(slow=((3, 1.5),), links=(((2, 3), 4.0),), axes=(("dp", 2.0),)), one)
+    check(Disturbance(slow=((3, 1.5),), links=(((2, 3), 4.0),), axes=(("tp", 2.0),)), one)
     wrong = Disturbance(
-        slow=((4, 1.5), (0, 0.0)), links=(((1, 1), 2.0), ((2, 7), 2.0)), axes=(("pp", 3.0), ("dp", -1.0))
+        slow=((4, 1.5), (0, 0.0)), links=(((1, 1), 2.0), ((2, 7), 2.0)), axes=(("pp", 3.0), ("tp", -1.0), ("dp", 2.0))
     )
     with pytest.raises(JobError) as error:
         check(wrong, one)
-    assert len(error.value.problems) == 6
+    assert len(error.value.problems) == 7
     for words in (
         "--straggler 4=1.5: pipeline ranks are 0 to 3",
         "--slow-link 1-1=2: pipeline ranks are 0 to 3; a link joins two of them",
         "--slow-link 2-7=2",
         "--slow-link pp=3: axes are tp, cp, ep, dp; between pipeline ranks: 2-3=3",
+        "--slow-link dp=2: the layout has one rank along dp",
         "--straggler 0=0: the factor must be more than 0",
-        "--slow-link dp=-1: the factor must be more than 0",
+        "--slow-link tp=-1: the factor must be more than 0",
     ):
         assert words in str(error.value)
     with pytest.raises(JobError, match="the pipeline has rank 0 alone"):

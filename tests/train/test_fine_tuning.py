@@ -29,6 +29,7 @@ from phalanx.checkpoint.manifest import job_of
 from phalanx.config import overrides
 from phalanx.config.cluster import Cluster
 from phalanx.config.clusters import cluster_of
+from phalanx.config.corpora import BUILT_IN
 from phalanx.config.job import IGNORE, Data, DpoOptions, Job, Optimizer, RunOptions, Train
 from phalanx.config.layout import Layout
 from phalanx.config.layout_line import parse
@@ -38,6 +39,7 @@ from phalanx.cost.traffic import step_traffic
 from phalanx.data.loader import ShardData
 from phalanx.data.mixture import open_split
 from phalanx.data.prepare import prepare
+from phalanx.data.template import Renderer, find_template
 from phalanx.data.tokenizer import ByteTokenizer, Tokenizer
 from phalanx.errors import CheckpointError, DataError, JobError
 from phalanx.exchange.export import export
@@ -535,16 +537,34 @@ def test_what_fits_but_differs_is_told(tmp_path):
 def test_texts_that_begin_otherwise_than_those_of_the_tokenizer_are_told(tmp_path):
     write_folder(tmp_path / "theirs")
     begin_texts(tmp_path / "theirs")
+    (tmp_path / "own.jinja").write_text("{{ messages[0].content }}")
     said = []
     for words in (
         "corpus=stdlib",
-        "corpus=chat data.path=x data.template=raw",
+        f"corpus=chat data.path=x data.template={tmp_path / 'own.jinja'}",
         "corpus=chat data.path=x template=llama3",
     ):
         job = load_words(overrides.parse([f"model.from={tmp_path / 'theirs'}", *words.split()])).job
         said.append([*notices(job, Tokenizer.load(tmp_path / "theirs"))])
     without = "texts begin without <|endoftext|>, with which the tokenizer's own begin"
     assert said == [[without], [f"{without}: write {{{{ bos_token }}}} first in a copy of data.template"], []]
+
+
+@pytest.mark.parametrize("name", BUILT_IN)
+def test_the_formats_of_this_project_begin_as_the_tokenizer_begins_texts(tmp_path: Path, name: str):
+    write_folder(tmp_path / "theirs")
+    data = dataclasses.replace(Data(), corpus="chat", template=name, tokenizer=str(tmp_path / "theirs"))
+    chat = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
+    with Renderer(find_template(data)) as renderer:
+        before = renderer.prompt(chat[:1])
+    begin_texts(tmp_path / "theirs")
+    template = find_template(data)
+    with Renderer(template) as renderer:
+        assert renderer.prompt(chat[:1]) == "<|endoftext|>" + before.removeprefix("<|endoftext|>")
+        text, is_answer = renderer.parts(chat)[0]
+    assert text.rindex("<|endoftext|>") == 0
+    assert not is_answer
+    assert template.begins_with("<|endoftext|>")
 
 
 def test_small_files_go_along_with_the_weights_unless_the_tokenizer_is_another(job, tmp_path):

@@ -18,7 +18,7 @@ from phalanx.cost.frameworks import FRAMEWORKS, PHALANX, calibrated, fits, susta
 from phalanx.cost.intervals import time_factors
 from phalanx.errors import JobError
 from phalanx.validation.row import UNEVEN, key_of, read, remark, shapes
-from phalanx.validation.row_layout import sources
+from phalanx.validation.row_layout import AMOUNTS, COUNTS, Cells, sources
 
 ROW = {
     "model_name": "llama3-8b",
@@ -246,6 +246,14 @@ def test_a_bad_row_says_all_that_is_wrong():
     assert "n_gpus: expected a number above 0, found 'sixty'" in told
     assert "tp: expected a whole number, found '3.5'; nearest: 4" in told
     assert "gpu: 'a fast one' is not a known device" in told
+
+
+@pytest.mark.parametrize("name", [*COUNTS, *AMOUNTS])
+def test_a_number_carries_only_the_unit_of_its_column(name: str):
+    own = {"n_params_b": "B", "mfu_pct": "%", "step_time_s": "s", "peak_mem_gb": "GB", "n_gpus": "x"}.get(name)
+    for unit in ("B", "%", "s", "GB", "x", "G", "K"):
+        taken = Cells({name: f"4{unit}"}).number(name)
+        assert taken == (4 if unit == own or (unit, own) == ("G", "GB") else None), unit
 
 
 @pytest.mark.parametrize(

@@ -227,6 +227,28 @@ def effect_problems(job: Job, given: Set[str]) -> Iterator[Problem]:
         yield "model.vocab_size", f"has no effect here: it {why}"
 
 
+_INTERVALS = {
+    "train.eval_every": "the model is validated only at the end",
+    "train.log_every": "only the first step is logged",
+    "checkpoint.every": "before the end only checkpoint.every_minutes and a stop save",
+    "checkpoint.memory_every": "no copy of the state is kept in memory",
+    "checkpoint.keep_every": "no checkpoint is kept for ever",
+    "guard.every": "replicas are never compared",
+    "guard.repeat_every": "no step is repeated",
+    "layout.sync_every": "replicas are averaged only at the end",
+    "layout.compression_start": "no gradient is compressed",
+    "guard.spike_warmup": "no spike is looked for",
+}
+"""Fields of steps that may lie beyond the end of a run, and what follows."""
+
+
+def never_reached(job: Job, given: Set[str]) -> Iterator[Problem]:
+    """Yields each field that the user set to more steps than the run has."""
+    for path, outcome in _INTERVALS.items():
+        if path in given and get(job, path) > job.train.steps:
+            yield path, f"train.steps={job.train.steps:,} does not reach step {get(job, path):,}: {outcome}"
+
+
 def without_idle(job: Job) -> Layout:
     """Returns the layout with the defaults of fields that have no effect in the job: a line that may be given again."""
     idle = {path for path, (holds, _) in CONDITIONS.items() if path.startswith("layout.") and not holds(job)}

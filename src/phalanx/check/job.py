@@ -314,9 +314,10 @@ def _in_range(section: Any) -> bool:
     """Returns whether nothing need be said of a section, as was found before; not if a program gave it a list, which
     has no hash."""
     try:
-        return _is_in_range(section)
+        hash(section)
     except TypeError:
         return False
+    return _is_in_range(section)
 
 
 @lru_cache(1 << 10)

@@ -17,7 +17,7 @@ from typing import Any
 import yaml
 
 from phalanx.blocks.kinds import not_trained
-from phalanx.check.effect import effect_problems
+from phalanx.check.effect import effect_problems, never_reached
 from phalanx.check.job import by_cause, problems_of
 from phalanx.check.start import start_problems, starting_point
 from phalanx.config import foreign_names, overrides, values, yaml_file
@@ -267,6 +267,16 @@ def repeated(settings: Sequence[Setting]) -> Iterator[str]:
         seen[setting.path] = setting
 
 
+def _two_sizes(settings: Sequence[Setting]) -> Iterator[str]:
+    """Yields that one file, or one command line, gives a machine's number of nodes twice: beside its name (dgx-h100:4)
+    and as cluster.nodes."""
+    named = {each.origin.partition(":")[0]: str(each.text) for each in settings if each.path == "cluster.preset"}
+    for setting in settings:
+        preset = named.get(setting.origin.partition(":")[0], "") if setting.path == "cluster.nodes" else ""
+        if (nodes := preset.partition(":")[2]).isdecimal() and _meant(setting) != int(nodes):
+            yield _placed(setting.origin, "cluster.nodes", f"is {setting.text}, and cluster={preset} says {nodes}")
+
+
 def _meant(setting: Setting) -> Any:
     """Returns the value of a setting, or its text if it is none."""
     text = setting.text if isinstance(setting.text, list) else spelled(setting.path, setting.text)
@@ -314,7 +324,7 @@ def resolve(
     """Applies settings in order to the default job, then names whose value depends on others (`derived`; `given` are
     the fields that the command line sets itself, with their origins), then checks the result. Without `presets`, the
     names of presets are plain values. Raises JobError with all problems."""
-    found = list(problems)
+    found = [*problems, *_two_sizes(settings)]
     settings, answers = _taken(settings, found, written=presets)
     job, origins = _start(settings, found) if presets else (Job(), _Origins.fromkeys(leaves(), "default"))
     filed: Job | None = None
@@ -366,6 +376,8 @@ def resolve(
             {path for path, _ in effect_problems(filed, given_here)} if filed.data.corpus in CORPORA else set()
         )
         problems_found += start_problems(job, given_here) if not problems_found else []
+        shorter = "train.steps" in given and job.train.steps < filed.train.steps  # a try of a job, not its intervals
+        answers += [] if shorter else [_at(*late, origins) for late in never_reached(job, given_here)]
         for path, message in effect_problems(job, given_here):
             if (given or derived) and path not in given.keys() | idle_before | by_rule:
                 answers.append(f"{_at(path, message, origins)}; the command line changes that")
@@ -434,10 +446,12 @@ def _taken(settings: Sequence[Setting], problems: list[str], *, written: bool) -
             continue
         if reason := (
             _machine_for_type(setting.path, text)
-            or (written and _variable_in(setting.path, text))
+            or (written and _unresolved(setting.path, text))
             or foreign_names.refusal(setting.path, text)
         ):
             problems.append(_placed(setting.origin, setting.path, reason))
+            if setting.path == "data.path":  # another rule would miss it
+                taken.append(setting)
             continue
         if setting.alias or text != setting.text:
             word = setting.origin.removeprefix("command line: ")
@@ -446,12 +460,19 @@ def _taken(settings: Sequence[Setting], problems: list[str], *, written: bool) -
     return taken, answers
 
 
-def _variable_in(path: str, text: str) -> str:
-    """Returns why a path with a shell's variable is refused, or nothing: a folder of that name would be made."""
-    is_path = path in ("run.dir", "model.from", "data.path", "data.dir", "data.tokenizer", "layout.offload_to")
-    if not is_path or not re.match(r"(.*/)?[$][{]?[A-Za-z_]", text) or os.path.exists(text):
+def _unresolved(path: str, text: str) -> str:
+    """Returns why a name or a path is refused that was written for another reader, or nothing: a folder of that very
+    name would be made. A path that exists is one."""
+    is_path = path in ("run.dir", "run.name", "model.from", "data.path", "data.dir", "data.tokenizer")
+    if not (is_path or path == "layout.offload_to") or os.path.exists(text):
         return ""
-    return f"{text}: variables are not replaced here; write it out"
+    if re.match(r"(.*/)?[$][{]?[A-Za-z_]", text):
+        return f"{text}: variables are not replaced here; write it out"
+    if text in ("null", "None", "~"):
+        return f"{text} would be a name; leave the field out, or give the empty text"
+    if re.fullmatch(r"""(["']).*\1|\[.*]""", text):
+        return f"{text}: expected one text; quotes and brackets would be part of it"
+    return ""
 
 
 def _machine_for_type(path: str, text: str) -> str:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields, replace
@@ -240,7 +241,7 @@ def read(path: Path) -> Manifest:
     """Reads the manifest of the checkpoint at `path`. The shard files are not looked at.
 
     Raises DamagedCheckpointError if it is missing, damaged or inconsistent; CheckpointError if another version of the
-    program wrote it.
+    program wrote it, or if its folder is named after another step.
     """
     try:
         raw = read_json(path / MANIFEST)
@@ -257,11 +258,14 @@ def read(path: Path) -> Manifest:
     if raw.pop("digest", None) != manifest_digest(raw):
         raise DamagedCheckpointError(f"checkpoint {path}: {MANIFEST} does not match its own digest: it was changed")
     try:
-        return _parse(path, raw)
+        found = _parse(path, raw)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise DamagedCheckpointError(
             f"checkpoint {path}: {MANIFEST} lacks what every manifest has ({type(error).__name__}: {error})"
         ) from None
+    if (named := re.fullmatch("step-([0-9]+)", path.name)) and int(named[1]) != found.step:
+        raise CheckpointError(f"checkpoint {path} holds step {found.step}: name its folder step-{found.step:06d}")
+    return found
 
 
 def manifest_digest(raw: Mapping[str, Any]) -> str:

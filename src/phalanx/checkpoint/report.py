@@ -108,7 +108,7 @@ def manifest(found: Manifest, damage: str, pattern: str, limit: int, boxes: bool
     lines += [f"files: {len(found.files)}, {size}", ""]
     kinds = [(kind, str(count), f"{elements:,}", gib(size)) for kind, count, elements, size in _kinds(found)]
     lines += [*aligned([("kind", "tensors", "elements", "size"), *kinds], "lrrr"), ""]
-    chosen = _chosen(found, pattern)
+    chosen = matching(found, pattern)
     shown = chosen[: limit or None]
     rows = [("tensor", "type", "shape", "boxes")]
     for name, tensor in shown:
@@ -141,7 +141,7 @@ def manifest_document(found: Manifest, damage: str, pattern: str) -> dict[str, A
                 "bytes": tensor.nbytes,
                 "boxes": [{"file": file, "offsets": box.offsets, "sizes": box.sizes} for file, box in tensor.boxes],
             }
-            for name, tensor in _chosen(found, pattern)
+            for name, tensor in matching(found, pattern)
         },
     }
 
@@ -170,7 +170,8 @@ def _kinds(found: Manifest) -> list[tuple[str, int, int, int]]:
     ]
 
 
-def _chosen(found: Manifest, pattern: str) -> list[tuple[str, StoredTensor]]:
+def matching(found: Manifest, pattern: str) -> list[tuple[str, StoredTensor]]:
+    """Returns the tensors whose names match the pattern of --tensors."""
     return [(name, tensor) for name, tensor in found.tensors.items() if fnmatchcase(name, pattern)]
 
 

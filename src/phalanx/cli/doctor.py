@@ -47,7 +47,9 @@ VERB = job_verb(
             like=r"[^=]*$",
             value="HOST",
         ),
-        "remote_shell": Option("with --hosts: program that takes HOST and a command for its shell.", SSH, str),
+        "remote_shell": Option(
+            "with --hosts: program that takes HOST and a command for its shell.", SSH, str, beside=("hosts",)
+        ),
         "timeout": Option("Seconds that a check may take; slow ones may take a few times as long.", SECONDS, float),
     },
     exits={1: "there is an ERROR"},

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from phalanx.bounded import read_text
 from phalanx.cli.files import DARK, OutputFiles
-from phalanx.cli.verb import JSON, Option, Verb, Words, alone
-from phalanx.echo import echo
+from phalanx.cli.verb import JSON, Option, Verb, Words, alone, flag_of
 from phalanx.errors import JobError
 from phalanx.simulate import causes
 from phalanx.simulate.causes import Cause, FailureSpec, GoodputByCause, Remedy, expected, read_causes, remedies
@@ -41,7 +41,9 @@ VERB = Verb(
             "restart_s": Option("seconds from healthy machines to the next step", 300.0, at_least=0),
             "spares": Option("machines that stand by", 0, at_least=0),
             "replicas": Option("replicas that could come and go (run.min_replicas)", 1, at_least=1),
-            "step_s": Option("seconds of a step, which the others lose with a replica", 10.0, at_least=0),
+            "step_s": Option(
+                "seconds of a step, which the others lose with a replica", 10.0, at_least=0, beside=("replicas",)
+            ),
             "run": Option(
                 "take --restart-s and --background-s from a run, as measured there",
                 None,
@@ -49,7 +51,7 @@ VERB = Verb(
                 value="RUN",
             ),
             "runs": Option("simulate so many runs beside the formula; 0: none", 0, at_least=0),
-            "seed": Option("seed of the simulated runs", 0, at_least=0),
+            "seed": Option("seed of the simulated runs", 0, at_least=0, beside=("runs",)),
             "svg": Option("write the picture of what each remedy brings", value="FILE"),
         },
         switches={"print_causes": "print the table of causes, for an own one, and exit", **DARK, **JSON},
@@ -87,7 +89,9 @@ def run(words: Words) -> None:
     if problems:
         raise JobError(problems)
     if "print_causes" in words.switches:
-        echo(causes.as_csv(rows) if rows else read_text(path).rstrip())
+        if idle := words.stated - {"causes"}:
+            raise JobError(f"{' and '.join(map(flag_of, sorted(idle)))}: no effect with --print-causes")
+        words.show([asdict(each) for each in table], causes.as_csv(rows) if rows else read_text(path).rstrip())
         return
     options = {**options, **{name: each for name, each in of_job.items() if name not in words.stated}}
     files = OutputFiles.of(words, "svg")

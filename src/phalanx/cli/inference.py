@@ -73,7 +73,7 @@ class Generate:
     """Texts that are computed together at most."""
     assistant: Annotated[Path | None, {"value": "RUN"}] = None
     """The run of a smaller model that proposes tokens (speculative decoding); the text stays the model's."""
-    draft_tokens: Annotated[int, {"at_least": 1}] = 4
+    draft_tokens: Annotated[int, {"at_least": 1, "beside": ("assistant",)}] = 4
     """Tokens that the assistant proposes at a time."""
     compare: bool = False
     """With an assistant: generate without it first, and compare the speed."""
@@ -137,6 +137,11 @@ def _generate_options(argv: Sequence[str], ranks: Ranks | None) -> Generate:
     problems += Sampling(**_sampling_of(options)).problems()
     if options.prompts and options.prompt != Generate.prompt:
         problems.append("--prompt and --prompts: give one of them")
+    drawn = (
+        name for name in ("samples", "top_k", "top_p", "seed") if getattr(options, name) != getattr(Generate, name)
+    )
+    if not options.temperature and (idle := ", ".join(map(flag_of, drawn))):
+        problems.append(f"{idle}: no effect with --temperature 0, which takes the most likely token each time")
     if options.compare and not options.assistant:
         problems.append("--compare compares with an assistant: give --assistant RUN, too")
     if problems:
@@ -183,7 +188,8 @@ def _write(loaded: LoadedRun, options: Generate) -> None:
         shown.interrupt()
     else:
         texts = batch.results()
-        document = {**dataclasses.asdict(options), "texts": texts, "stats": engine.stats.summary() | speeds}
+        asked = dataclasses.asdict(options) | ({"prompt": None} if options.prompts else {})
+        document = {**asked, "texts": texts, "stats": engine.stats.summary() | speeds}
         if len(texts) == 1:
             document["text"] = texts[0]["text"]
         echo(json.dumps(document, default=str))
@@ -224,7 +230,7 @@ class Serve:
     """Environment variable with the key that clients must present; no key is needed while it is unset."""
     assistant: Annotated[Path | None, {"value": "RUN"}] = None
     """The run of a smaller model with the same tokenizer, which proposes tokens (speculative decoding)."""
-    draft_tokens: Annotated[int, {"at_least": 1}] = 4
+    draft_tokens: Annotated[int, {"at_least": 1, "beside": ("assistant",)}] = 4
     """Tokens that the assistant proposes at a time."""
     step: int = 0
     """The checkpoint of this step; 0 means the newest."""
@@ -293,7 +299,7 @@ class Evaluate:
     """Score this corpus instead of the run's own."""
     files: Annotated[Path | None, {"value": "PATH"}] = None
     """Score a text or JSONL file, or a folder of them."""
-    text_field: str = "text"
+    text_field: Annotated[str, {"beside": ("files",)}] = "text"
     """The field of each JSON line that holds the text."""
     split: Literal["auto", "train", "val", "all"] = "auto"
     """Part of the corpus; auto is val of the run's own corpus, and all of any other."""
@@ -315,13 +321,13 @@ class Evaluate:
     """Where to compute; auto takes the accelerator if there is one."""
     tasks: Annotated[str, {"value": "NAMES"}] = ""
     """Run these tasks of lm-eval instead, with commas between."""
-    include_path: Annotated[Path | None, {"value": "FOLDER"}] = None
+    include_path: Annotated[Path | None, {"value": "FOLDER", "beside": ("tasks",)}] = None
     """A folder with YAML files of tasks of your own."""
     chat: bool = False
     """Ask the tasks as a user's messages, written as the run's chat template has it."""
-    num_fewshot: int | None = None
+    num_fewshot: Annotated[int | None, {"beside": ("tasks",)}] = None
     """Examples in each prompt; each task has its own default."""
-    limit: int | None = None
+    limit: Annotated[int | None, {"beside": ("tasks",)}] = None
     """Use only so many samples of each task."""
     json: bool = False
     """Print one JSON document on standard output and nothing else."""
@@ -382,11 +388,14 @@ def _problems(options: Evaluate) -> list[str]:
         problems.append("--corpus and --files both name a text; give one of them")
     if not 0 <= options.limit_mb < 1e12:
         problems.append(f"--limit-mb must not be negative, and below 1e12, is {options.limit_mb:g}")
-    of_text = [flag_of(name) for name in ("corpus", "files", "layout", "stride") if getattr(options, name)]
+    names = ("corpus", "files", "split", "limit_mb", "context", "stride", "precision", "layout")
+    of_text = [flag_of(name) for name in names if getattr(options, name) != getattr(Evaluate, name)]
     if options.chat and not options.tasks:
         problems.append("--chat is for tasks of lm-eval: name some with --tasks")
     if options.tasks and of_text:
-        problems.append(f"{' and '.join(of_text)}: tasks of lm-eval bring their own texts, and run on one process")
+        problems.append(
+            f"{' and '.join(of_text)}: tasks of lm-eval bring their own texts, and run on one process as trained"
+        )
     return problems
 
 
@@ -420,6 +429,7 @@ def _launch(argv: Sequence[str], options: Evaluate, layout: Layout) -> int:
 
 def _evaluating_rank(options: Evaluate, ranks: Ranks, store: Store | None = None) -> int:
     from phalanx.config.job import Job
+    from phalanx.data.corpus import left_out, sources
     from phalanx.data.files import silent, stderr_progress
     from phalanx.data.tokenizer import Tokenizer
     from phalanx.evaluate.perplexity import score
@@ -430,6 +440,8 @@ def _evaluating_rank(options: Evaluate, ranks: Ranks, store: Store | None = None
     def read(job: Job, tokenizer: Tokenizer) -> list[ScoredText | ScoredConversations]:
         data = other_corpus(job.data, options.corpus, options.files, options.text_field)
         is_own = data == job.data and data.val_fraction
+        if data.path and (said := left_out(data, sources(data))):
+            progress(said, 0, 0)
         split = options.split if options.split != "auto" else "val" if is_own else "all"
         return read_texts(data, tokenizer, split, job.model.seq_len, options.limit_mb)
 

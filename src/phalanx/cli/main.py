@@ -60,6 +60,17 @@ VERBS = {
     "docs": "print a page of the documentation, or list the pages",
     "extensions": "what installed packages add: schedules, machines, corpora",
 }
+ELSEWHERE = {
+    **dict.fromkeys(("run", "finetune", "fine-tune", "pretrain", "sft", "resume"), "train job.yaml"),
+    **dict.fromkeys(("convert", "merge"), "checkpoint convert"),
+    "from": "plan --from FILE",
+    "sweep": "predict job.yaml --sweep FIELD=A,B",
+    "rehearse": "dryrun job.yaml",
+    "chat": "generate RUN --chat",
+    "version": "--version",
+    "inspect": "data inspect FILE",
+}
+"""Verbs of other programs, and words of the pages, with what they are here."""
 EXIT_CODES = {
     "0": "done",
     "1": "failed",
@@ -217,6 +228,7 @@ def run(argv: Sequence[str]) -> int:
     verb, *rest = argv
     if verb not in VERBS:
         meant = nearest(verb, VERBS)
+        meant = ELSEWHERE.get(verb, meant)
         hint = f"did you mean `phalanx {meant}`?" if meant else f"the verbs are: {', '.join(VERBS)}"
         if verb.endswith((".yaml", ".yml")):
             hint = f"put the verb first: `phalanx train {verb}`"

@@ -132,6 +132,7 @@ VERB = job_verb(
             "(slices)",
             "prediction",
             Literal["prediction", "layout", "context", "recompute", "slices"],
+            beside=("svg",),
         ),
         **OPTIONS,
         "tokens": TOKENS,
@@ -152,7 +153,7 @@ VERB = job_verb(
         ),
         **FROM,
         "table": Option("predict every row of a CSV file of configurations instead of one job", value="FILE"),
-        "out": Option("with --table: the CSV file to write (default: standard output)", value="FILE"),
+        "out": Option("with --table: the CSV to write (default: standard output)", value="FILE", beside=("table",)),
     },
     exits={2: "the job, or every row of --table, is refused, or bad usage", 3: "the job does not fit in memory"},
     auto="measure",
@@ -171,10 +172,9 @@ def run(words: Words) -> int:
 
         return table.run(options["table"], options["out"], prices, as_json=words.as_json, progress=stderr_progress)
     if options["largest"]:
+        _check_alone(words, "largest", words.stated - {"largest", *FROM})
         words.show(*_largest(job, options["largest"]))
         return 0
-    if options["picture"] != "prediction" and not options["svg"]:
-        raise JobError(f"--picture {options['picture']} says what --svg draws: name a file, such as --svg step.svg")
     files = OutputFiles.of(words, "svg")
     spec = asked(step_spec(job, vocabulary_size(job)), words, job)
     prediction = predict(spec)
@@ -387,16 +387,15 @@ GRAPH = {
         "module and example inputs, the micro-batch (docs/guides/graph.md)",
         value="FILE|MODULE:FUNCTION",
     ),
-    "mesh": Option(
-        "with --graph: its devices in one or two dimensions, such as 8x8 (default: the best)", value="AxB", rare=True
-    ),
-    "micro_batches": Option("with --graph: plan pipeline stages for so many", 0, at_least=1, rare=True),
-    "splits": Option(
-        "with --graph: a plan by hand to compare, as JSON: the letters that operators split, the rest is chosen",
-        value="FILE",
-        rare=True,
-    ),
-    "graph_out": Option("with --graph: write the graph as JSON", value="FILE", rare=True),
+    **{
+        name: Option(f"with --graph: {about}", default, value=value, at_least=least, rare=True, beside=("graph",))
+        for name, about, default, value, least in (
+            ("mesh", "its devices in one or two dimensions, such as 8x8 (default: the best)", "", "AxB", None),
+            ("micro_batches", "plan pipeline stages for so many", 0, "", 1),
+            ("splits", "a plan by hand to compare, as JSON: letters that operators split", "", "FILE", None),
+            ("graph_out", "write the graph as JSON", "", "FILE", None),
+        )
+    },
 }
 """The options of a graph. With --check its plan runs on as many gloo processes, and is compared with one."""
 PLAN = job_verb(
@@ -436,8 +435,6 @@ PLAN = job_verb(
 def run_plan(words: Words) -> int:
     files, checks, vocab = OutputFiles.of(words, "html", "svg"), "check" in words.switches, 0
     if not words.options["graph"]:
-        if unused := words.stated & {*GRAPH}:
-            raise JobError([f"{flag_of(name)} belongs to --graph, which is not given" for name in sorted(unused)])
         if checks and (words.theirs is not None or not words.stated.isdisjoint(OPTIONS)):
             raise JobError("--check rehearses Phalanx's own program: leave out --from, --framework and --products")
         vocab = vocabulary_size(words.job)
@@ -568,8 +565,8 @@ SIMULATE = job_verb(
     switches=DARK,
     options={
         "svg": Option("write a picture of the step", value="FILE"),
-        "from": Option("with --svg: seconds at which the picture begins", None, float),
-        "to": Option("with --svg: seconds at which it ends", None, float),
+        "from": Option("with --svg: seconds at which the picture begins", None, float, beside=("svg",)),
+        "to": Option("with --svg: seconds at which it ends", None, float, beside=("svg",)),
         "trace": Option("write a trace for ui.perfetto.dev or chrome://tracing", value="FILE"),
         "straggler": Option(
             "slow the passes of these pipeline ranks by a factor", (), str, many=True, like=r"\d+=", value="RANK=FACTOR"

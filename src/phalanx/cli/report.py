@@ -54,6 +54,8 @@ def run(words: Words) -> None:
     if compare and len(words.subjects) < 2:
         raise JobError("--compare needs several runs, such as `phalanx report runs/a runs/b --compare`")
     out = OutputFiles.of(words, "out").paths.get("out", "")
+    if out and words.as_json:
+        raise JobError("--out: no effect with --json, which writes no page")
     paths = [Path(subject) for subject in words.subjects]
     records = [read_run(path) for path in paths]
     for record in records:

@@ -68,6 +68,8 @@ class Option:
     """Its name, on pages."""
     commands: tuple[str, ...] = ()
     """On pages: the commands that take it, if others do not."""
+    beside: tuple[str, ...] = ()
+    """Options of which one must be given for this one to have an effect."""
 
     def __post_init__(self) -> None:
         if self.kind is None:
@@ -147,6 +149,7 @@ FROM = {
         str,
         many=True,
         value="NAME",
+        beside=("from",),
     ),
 }
 """The options of the verbs that take a file of another framework (cli/foreign.py)."""
@@ -226,6 +229,9 @@ class Command:
                 problems.append(f"unknown option {flag}" + (f"; did you mean {flag_of(meant)}?" if meant else ""))
                 if not equals and left and not left[0].startswith("-"):
                     left.popleft()  # its value: one mistake is one message
+        for each in sorted(stated):
+            if (others := self.options[each].beside) and stated.isdisjoint(others):
+                problems.append(f"{flag_of(each)} has no effect without {' or '.join(map(flag_of, others))}")
         return Words(name, tuple(subjects), found, frozenset(stated), frozenset(switches)), problems
 
 

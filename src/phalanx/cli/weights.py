@@ -26,7 +26,7 @@ from phalanx.config.presets import CATALOGUE, FROM_FILE, Preset, named, preset_o
 from phalanx.data.files import meter, stderr_progress
 from phalanx.echo import echo, terminal_columns
 from phalanx.errors import CheckpointError, JobError, NotFoundError
-from phalanx.nearest import no_run
+from phalanx.nearest import nearest, no_run
 from phalanx.units import aligned, finite, gib
 
 if TYPE_CHECKING:
@@ -427,11 +427,19 @@ def _show(words: Words) -> None:
 
         manifest, damage = open_source(path, words.options["step"], "trust" in words.switches).manifest, ""
     pattern, limit = (words.options[name] for name in CHOSEN)
+    if not report.matching(manifest, pattern) and pattern != "*":
+        raise _no_tensor(pattern, manifest)
     _print(
         words,
         report.manifest_document(manifest, damage, pattern),
         report.manifest(manifest, damage, pattern, limit, boxes="boxes" in words.switches),
     )
+
+
+def _no_tensor(pattern: str, manifest: Manifest) -> JobError:
+    """Returns the error about --tensors with a pattern that no tensor matches."""
+    near = nearest(pattern, manifest.tensors) or next(iter(manifest.tensors), "")
+    return JobError(f"--tensors {pattern}: no tensor has such a name" + (f"; there is {near}" if near else ""))
 
 
 def _damage(manifest: Manifest) -> str:
@@ -474,6 +482,8 @@ def _convert(words: Words) -> None:
     source, target = map(Path, words.subjects)
     if words.options["to"] is None:
         raise JobError("phalanx checkpoint convert needs --to safetensors, --to dcp or --to phalanx")
+    if "max_file_gib" in words.stated and (words.options["to"] != "safetensors" or target.suffix == ".safetensors"):
+        raise JobError("--max-file-gib is for a folder of safetensors: no effect here")
     from phalanx.checkpoint.consolidated import open_source
     from phalanx.checkpoint.convert import convert
 
@@ -507,9 +517,7 @@ def _diff(words: Words) -> int:
         fields = "tensors_only" not in words.switches
         found = compare(left, right, pattern=pattern, fields=fields, progress=progress)
     if not found.tensors and not found.equal and pattern != "*":
-        raise JobError(
-            f"--tensors {pattern}: no tensor has such a name, such as {next(iter(left.manifest.tensors), '')}"
-        )
+        raise _no_tensor(pattern, left.manifest)
     _print(words, report.difference_document(found), report.difference(found, limit))
     return 0 if found.is_empty else 1
 

@@ -274,7 +274,7 @@ def convert(text: str | list[str], kind: Any) -> Any:
         return _rows(text, row)
     if typing.get_origin(kind) is tuple:
         kinds = typing.get_args(kind)
-        items = text if isinstance(text, list) else [item.strip() for item in text.strip("[]() ").split(",")]
+        items = text if isinstance(text, list) else [item.strip() for item in _unbracketed(text).split(",")]
         if kinds[1:] == (...,):
             items = [] if items == [""] and kinds[0] is not int else items
             kinds = kinds[:1] * len(items)
@@ -310,6 +310,16 @@ def convert(text: str | list[str], kind: Any) -> Any:
     if not value.is_integer():
         raise ValueError(f"expected a whole number, found {text!r}")
     return int(value)
+
+
+def _unbracketed(text: str) -> str:
+    """Returns the text of a list without its brackets. Raises ValueError for half a pair, which has lost a part."""
+    text = text.strip()
+    if (text[:1] + text[-1:]) in ("[]", "()"):
+        return text[1:-1]
+    if text.startswith(("[", "(")) or text.endswith(("]", ")")):
+        raise ValueError(f"expected a list such as [a,b], found {text[:LONGEST_NUMBER]!r}")
+    return text
 
 
 def _first(text: str | list[str], kind: Any) -> Any:

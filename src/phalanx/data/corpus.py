@@ -270,7 +270,7 @@ def text_files(data: Data) -> list[Path]:
 def chosen_files(folder: Path, suffixes: Collection[str], what: str, left_out: Collection[str] = ()) -> list[Path]:
     """Returns the files of a folder with one of these endings. Raises DataError if there are none (none "is text"), and
     for files that are left out and likely data, such as rows.jsonl.bz2, whose compression is not read."""
-    found = [file for file in walk(folder, lambda name: name.startswith(".")) if file.name not in left_out]
+    found = [file for file in visible(folder) if file.name not in left_out]
     if not found:
         known = " ".join(sorted(suffixes))
         raise NotFoundError(f"data.path={folder}: the folder has no files; it needs files that end in {known}")
@@ -278,6 +278,11 @@ def chosen_files(folder: Path, suffixes: Collection[str], what: str, left_out: C
     for file in found:
         if formats.suffix_of(file) not in suffixes and {each.lower() for each in file.suffixes} & {*suffixes}:
             formats.form_of(file)  # says what it is, and how it is read
+    if {folder / "index.json", folder / "train-00000.bin"} <= {*found}:
+        raise DataError(
+            f"data.path={folder}: it holds prepared tokens, which the job that made them finds by itself; data.path "
+            "names what they were made of"
+        )
     if not files:
         sets = [file for file in found if file.suffix == ".idx"]
         hint = f"; a Megatron data set is named by itself, such as {sets[0]}, several in data.mix" if sets else ""
@@ -310,13 +315,35 @@ def in_order(files: list[Path], folder: Path) -> list[Path]:
     return sorted(files, key=lambda file: file.relative_to(folder).as_posix())
 
 
-def walk(root: Path, skipped: Callable[[str], bool]) -> list[Path]:
-    """Returns all files below `root`, except those whose name, or a parent folder's name, is skipped."""
-    found = []
-    for folder, subfolders, names in os.walk(root):
+def walk(root: Path, skipped: Callable[[str], bool], *, links: bool = False) -> list[Path]:
+    """Returns all files below `root`, except those whose name, or a parent folder's name, is skipped. With `links`,
+    folders that links name are read too, each once, unless `root` lies in them."""
+    found, seen = list[Path](), {os.path.realpath(root), *map(str, Path(os.path.realpath(root)).parents)}
+    for folder, subfolders, names in os.walk(root, followlinks=links):
         subfolders[:] = [name for name in subfolders if not skipped(name)]
+        if links:
+            places = {os.path.realpath(os.path.join(folder, name)): name for name in sorted(subfolders)}
+            subfolders[:] = [name for real, name in places.items() if real not in seen]
+            seen.update(places)
         found += [Path(folder) / name for name in names if not skipped(name)]
     return found
+
+
+def visible(folder: Path) -> list[Path]:
+    """Returns the files of a folder of data, those in folders that links name too, without hidden ones."""
+    return walk(folder, lambda name: name.startswith("."), links=True)
+
+
+def left_out(data: Data, files: Collection[Path]) -> str:
+    """Returns a word on the files of the folder data.path that are none of `files`, by their endings; or nothing."""
+    folder = Path(data.path).expanduser()
+    chosen = data.corpus == "text" or CORPORA[data.corpus].rows is not None
+    if not (chosen and data.path and os.path.isdir(folder)):
+        return ""
+    others = {f"{file.relative_to(folder)}" for file in {*visible(folder)} - {*files} if file.name not in SAVED_FACTS}
+    more = f" and {len(others) - NAMES_SHOWN:,} more" if len(others) > NAMES_SHOWN else ""
+    named = ", ".join(sorted(others)[:NAMES_SHOWN]) + more
+    return named and f"{folder}: {len(files):,} files are read, chosen by their endings; left out: {named}"
 
 
 def documents(files: Iterable[Path], data: Data) -> Iterator[Iterable[str]]:
@@ -385,7 +412,7 @@ def _field_text(record: dict[str, Any], field: str, where: str) -> str:
         found = f"{where}: no field {field!r} (its fields: {names})"
         if corpus := next((name for name, keys in _OTHER_ROWS.items() if keys & record.keys()), ""):
             raise DataError(f"{found}; such rows are read by data.corpus={corpus}, also with data.mix")
-        raise DataError(f"{found}; set data.text_field{records_inside(record)}")
+        raise DataError(f"{found}; name it with data.text_field (evaluate: --text-field){records_inside(record)}")
     text = record[field]
     if not isinstance(text, str):
         raise DataError(f"{where}: the field {field!r} holds {type(text).__name__}, not text")

@@ -49,7 +49,6 @@ _NO_TEXT = {
     b"\x89PNG": "a picture",
     b"\xff\xd8\xff": "a picture",
     b"\x7fELF": "a program",
-    b"version https://git-lfs.github.com/spec/": "a pointer of Git LFS, not the file: git lfs pull",
     b"\x5d\0\0": "compressed with lzma: xz -d --format=lzma it, or compress it with gzip, xz or zstd",
     b"\xff\x06\0\0sNaPpY": "compressed with snappy: unpack it, or compress it with gzip, xz or zstd",
     b"\xd0\xcf\x11\xe0": "an old Office file (.xls, .doc): save it as CSV or text",
@@ -141,10 +140,12 @@ def form_of(file: Path) -> Form:
     for magic, name in _TABLES.items():
         if head.startswith(magic):
             return name  # pyright: ignore[reportReturnType]
-    if suffix_of(file) == ".arrow":
-        return "arrow"
     if what := _no_text(head):
         raise DataError(f"{file} {what}")
+    if suffix_of(file) == ".arrow":
+        return "arrow"
+    if suffix_of(file) == ".parquet":
+        raise DataError(f"{file} is no Parquet file: it does not begin with PAR1")
     suffix, first = suffix_of(file), head.removeprefix(b"\xef\xbb\xbf").lstrip()[:1]
     if suffix in (".csv", ".tsv"):
         return "csv" if suffix == ".csv" else "tsv"

@@ -582,8 +582,16 @@ def _of_source(progress: Progress, path: str, what: str, done: int, total: int) 
     progress(f"{path}: {what}", done, total)
 
 
-def _build_text(folder: Path, data: Data, old: Index | None, progress: Progress) -> None:
+def _sources(data: Data, progress: Progress) -> list[Path]:
+    """Returns the files of a corpus; says which of its folder are left out."""
     files = corpus.sources(data)
+    if said := corpus.left_out(data, files):
+        progress(said, 0, 0)
+    return files
+
+
+def _build_text(folder: Path, data: Data, old: Index | None, progress: Progress) -> None:
+    files = _sources(data, progress)
     stamp = corpus.stamp(files) if files and not CORPORA[data.corpus].verified else ""
     scan = _scan(files, data, progress)
     if not scan.characters:
@@ -619,7 +627,7 @@ def _build_rows(folder: Path, data: Data, old: Index | None, progress: Progress)
 
 
 def _build_rows_by(texts: Path, folder: Path, data: Data, old: Index | None, progress: Progress) -> None:
-    files = corpus.sources(data)
+    files = _sources(data, progress)
     progress("reading and checking rows", 0, 0)
     rows = row_texts(files, data, warn=partial(echo, file=sys.stderr), processes=cores(data.workers))
     with open(open_regular(texts, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "w", encoding="utf-8") as file:

@@ -564,7 +564,11 @@ def find_template(data: Data) -> ChatTemplate:
 def _template_of(data: Data) -> ChatTemplate:
     variables = _special_tokens(data)
     if data.template in BUILT_IN:
-        return ChatTemplate(BUILT_IN[data.template].jinja, variables, f"template {data.template}", trusted=True)
+        source = BUILT_IN[data.template].jinja
+        if data.tokenizer not in TOKENIZERS and (first := _first(Path(data.tokenizer).expanduser())):
+            variables = {**variables, "bos_token": first}
+            source = source if "bos_token" in source else "{{ bos_token }}" + source
+        return ChatTemplate(source, variables, f"template {data.template}", trusted=True)
     if data.template != OWN_TEMPLATE:
         path = Path(data.template).expanduser()
         folder = _folder(data)
@@ -576,6 +580,12 @@ def _template_of(data: Data) -> ChatTemplate:
         f"data.template=tokenizer: data.tokenizer={data.tokenizer} comes with no chat template; nearest: "
         f"data.template={', '.join(BUILT_IN)}, or a .jinja file"
     )
+
+
+def _first(path: Path) -> str:
+    """Returns the text of the tokens that a tokenizer puts before texts, `<s>` of Llama's."""
+    tokenizer = Tokenizer.load(path)
+    return tokenizer.decode(tokenizer.first_ids())
 
 
 def template_identity(data: Data) -> dict[str, object]:

@@ -164,6 +164,8 @@ def read_text(
     if (entry.tokens is not None or entry.rows is not None) and split == "all":
         raise DataError(f"corpus {data.corpus} is prepared in two splits: give --split train or --split val")
     if entry.rows is not None:
+        if limit_mb:
+            raise JobError(f"--limit-mb: the conversations of {corpus.describe(data)} are scored whole")
         return ScoredConversations(corpus.describe(data), split, open_split(prepare(data), split, seq_len, data))
     if entry.tokens is not None:
         shards = TokenData(prepare(data), split, 1)

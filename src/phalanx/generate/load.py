@@ -85,10 +85,16 @@ def load_run(path: Path, step: int = 0, device: str = "auto") -> LoadedRun:
 def tokenizer_of(run: Path, manifest: Manifest) -> Tokenizer:
     """Returns the tokenizer of a run's checkpoint. Of an imported model, prompts begin as its tokenizer begins texts
     (`<s>`), and texts also end with the tokens that its settings name (eos_token_id); after training here the former
-    only if the chat template of that writes the same. Raises NotFoundError if there is no tokenizer."""
+    only if the chat template of that writes the same. Raises NotFoundError if there is no tokenizer, CheckpointError if
+    it has more tokens than the model."""
     if not os.path.isfile(run / FILE):
         raise NotFoundError(f"{run} has no {FILE}: put that of its model there")
     tokenizer = Tokenizer.load(run)
+    if tokenizer.vocab_size > (rows := vocabulary_of(manifest)):
+        raise CheckpointError(
+            f"{run / FILE} has {tokenizer.vocab_size:,} tokens, and the model's embedding {rows:,} rows: it is another "
+            "model's tokenizer"
+        )
     begin, template = tokenizer.first_ids(), own_template(run)
     if begin and ("imported" in manifest.meta or (template and template.begins_with(tokenizer.decode(begin)))):
         tokenizer.begin_ids = begin

@@ -40,6 +40,10 @@ class Sampling:
             yield f"top_p={self.top_p}: it must be above 0 and at most 1 (all tokens)"
 
 
+SETTINGS = {"max_new_tokens", "max_tokens", "temperature", "top_k", "top_p", "seed", "stop", "n"}
+"""Keys of requests to servers; in a file of prompts they would have no effect."""
+
+
 def prompt_problems(prompt: Sequence[int], vocab: int) -> Iterator[str]:
     """Yields what is wrong with a prompt's tokens."""
     if not len(prompt):
@@ -73,6 +77,8 @@ def read_prompts(path: Path) -> list[str]:
         try:
             row = parse_json(line)
             if isinstance(row, dict):
+                if own := [name for name in row if name in SETTINGS]:
+                    raise ValueError(f"{', '.join(own)}: options set these, for all prompts")
                 row = row.get("prompt")
             if not isinstance(row, str) or not row:
                 raise ValueError('expected a JSON string, or an object with a "prompt" that is one')

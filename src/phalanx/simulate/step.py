@@ -8,6 +8,7 @@ order in time of passes, messages and the state's collectives.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
@@ -78,9 +79,16 @@ def _problems(disturbance: Disturbance, spec: StepSpec) -> Iterator[str]:
     for axis, factor in disturbance.axes:
         if axis not in AXES:
             yield f"--slow-link {axis}={factor:g}: axes are {', '.join(AXES)}; between pipeline ranks: 2-3={factor:g}"
+        elif (
+            max(spec.layout.data_ranks, spec.layout.shard_ranks) if axis == "dp" else getattr(spec.layout, axis)
+        ) == 1:
+            yield f"--slow-link {axis}={factor:g}: the layout has one rank along {axis}"
     given = [(f"--straggler {rank}", factor) for rank, factor in disturbance.slow]
     given += [(f"--slow-link {one}-{other}", factor) for (one, other), factor in disturbance.links]
     given += [(f"--slow-link {axis}", factor) for axis, factor in disturbance.axes]
+    yield from (
+        f"{option} is given twice" for option, number in Counter(each for each, _ in given).items() if number > 1
+    )
     for option, factor in given:
         if factor <= 0:
             yield f"{option}={factor:g}: the factor must be more than 0; 2 is twice as slow"

@@ -55,6 +55,8 @@ COUNTS = {
 }
 """Columns of whole numbers, and the field of a job whose upper bound each has."""
 AMOUNTS = ("n_params_b", "tflops_per_gpu", "mfu_pct", "tokens_per_s_per_gpu", "step_time_s", "peak_mem_gb")
+_UNITS = {"n_params_b": "B", "mfu_pct": "%", "step_time_s": "s", "peak_mem_gb": "GB?", "n_gpus": "x"}
+"""The units that a column's numbers may carry, as patterns: others would change a number without a word."""
 
 LONGEST = 2000
 """Most characters of a cell with a meaning; the longest of the published tables has 589."""
@@ -109,11 +111,9 @@ class Cells:
         text = self.text(name)
         if not text or text.upper().startswith("OOM"):
             return None
-        plain = (
-            re.sub(r" *\(.*\)$", "", re.sub(r"(?<=[0-9])[,_](?=[0-9]{3})", "", text)).lstrip("~≈<>≥≤ ").rstrip("%sxBG ")
-        )
+        plain = re.sub(r" *\(.*\)$", "", re.sub(r"(?<=[0-9])[,_](?=[0-9]{3})", "", text)).lstrip("~≈<>≥≤ ")
         try:
-            value = float(plain)
+            value = float(re.sub(f" *(?:{_UNITS.get(name, '')})$", "", plain))
         except ValueError:
             value = float("nan")
         if not 0 < value < float("inf"):
