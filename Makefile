@@ -73,7 +73,8 @@ static: setup ## prove the sums over ranks of every layout of verify that --stat
 
 whole: setup ## run the whole tables of the tests that try every pair of their parts: minutes
 	PHALANX_WHOLE=1 $(BIN)/python -m pytest tests/parallel tests/train tests/generate tests/plan tests/verify tests/extend \
-		tests/families/test_layouts.py tests/benchmarks/test_gpu.py tests/machine/test_calibration.py $(ARGS)
+		tests/families/test_layouts.py tests/benchmarks/test_gpu.py tests/machine/test_calibration.py \
+		tests/graph/test_execute.py tests/simulate/test_agreement.py $(ARGS)
 
 lora: setup ## compare adapters in every layout: bytes sent, and memory (a quarter of an hour)
 	PHALANX_LORA=1 $(BIN)/python -m pytest tests/parallel/test_lora_layouts.py tests/train/test_memory.py $(ARGS)

@@ -45,13 +45,12 @@ MODELS = {
     "parallel block": replace(composition.GPT, attention="gated", parallel_block=True, qk_norm="head"),
 }
 LAYOUTS = [
-    ("llama", "tp=2,cp=2,pp=2,accumulation=2"),
     ("llama", "tp=2,sp=true,sp_regather=true,cp=2,cp_ulysses=2,pp=2,accumulation=2,schedule=zb_h1"),
     ("llama", "dp_shard=2,zero=3,tp=2,sp=true,recompute=full"),
     ("gpt", "tp=4,recompute=selective"),
     ("gpt", "tp=2,pp=2,accumulation=2,recompute=full"),
     ("every other layer", "tp=2,pp=2,accumulation=2"),
-    *also_whole(("every other layer", "tp=2,cp=2,pp=2,accumulation=2")),
+    *also_whole(*((name, "tp=2,cp=2,pp=2,accumulation=2") for name in ("llama", "every other layer"))),
     ("parallel block", "tp=2,sp=true,cp=2"),
 ]
 
@@ -125,9 +124,8 @@ def test_every_byte_sent_is_predicted(gated_ranks, attention, line):
         "tp=2,sp=true,sp_regather=true",
         "cp=2,zero=1",
         "recompute=selective,dp_shard=2",
-        "tp=2,pp=2,micro_batch=1",
         "recompute=full,pp=2,micro_batch=1",
-        *also_whole("", "tp=2,pp=2,cp=2,micro_batch=1,zero=1"),
+        *also_whole("", "tp=2,pp=2,micro_batch=1", "tp=2,pp=2,cp=2,micro_batch=1,zero=1"),
     ],
 )
 def test_memory_is_the_predicted_one(gated_ranks, line):

@@ -1,11 +1,14 @@
 """Every field of a model, in every family, with odd values: transformers computes the same logits from the config.json
-that is written, or the field is refused by name. A field that is absent has the value that transformers takes."""
+that is written, or the field is refused by name. A field that is absent has the value that transformers takes.
+
+By default fields of different PARTS are compared in one model; each by itself with `make test-families`."""
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -161,6 +164,29 @@ NAMED_BY: dict[str, tuple[str, ...]] = {
 """The fields that a refusal may name for another: one that depends on it, or theirs."""
 
 
+PARTS = (
+    ("rope", "rotary", "nope", "query_growth", "window", "full_every", "positions", "attention", "n_layers", "seq_len"),
+    (
+        "n_heads",
+        "n_kv",
+        "head_dim",
+        "d_model",
+        "q",
+        "v_norm",
+        "values",
+        "sinks",
+        "delta",
+        "wide",
+        "mla",
+        "sparse",
+        "sh",
+    ),
+    ("d_ff", "activation", "feed_forward", "moe", "double_mlp", "layer_embedding"),
+    ("",),
+)
+"""How the names of fields begin that may hide each other: those of places, of heads, of feed-forwards, and the rest."""
+
+
 def with_value(model: ModelConfig, path: str, value: Any) -> ModelConfig:
     part, _, name = path.rpartition(".")
     return replace(model, **{part: replace(getattr(model, part), **{name: value})} if part else {name: value})
@@ -183,6 +209,30 @@ def odd(model: ModelConfig, turn: int) -> Iterator[tuple[str, ModelConfig]]:
                     yield path, replace(changed, rope_scaling=replace(scaling, kind=kind))
 
 
+def together(
+    small: ModelConfig, fields: Iterable[tuple[str, ModelConfig]], writes: Callable[[ModelConfig], bool]
+) -> Iterator[tuple[list[str], ModelConfig]]:
+    """Yields models with a field of each part, as many of them as can be written together, and what these are."""
+    made = list[tuple[set[int], list[str], ModelConfig]]()
+    for path, model in fields:
+        part = next(number for number, names in enumerate(PARTS) if path.startswith(names))
+        changes = {each: get(model, each) for each in config_json._paths(model)}
+        changes = {each: value for each, value in changes.items() if get(small, each) != value}
+        for number, (parts, paths, other) in enumerate(made):
+            if part in parts or WHOLE or any(get(other, each) != get(small, each) for each in changes):
+                continue
+            both = other
+            for each, value in changes.items():
+                both = with_value(both, each, value)
+            if writes(both):
+                made[number] = ({*parts, part}, [*paths, path], both)
+                break
+        else:
+            made.append(({part}, [path], model))
+    for _, paths, model in made:
+        yield paths, model
+
+
 def test_every_field_has_values() -> None:
     trained = {path for path in config_json._paths(ModelConfig()) if not path.startswith(PRICED)}
     assert VALUES.keys() | NO_SHAPE == trained
@@ -191,7 +241,7 @@ def test_every_field_has_values() -> None:
 @pytest.mark.parametrize("name", COUNTERPARTS)
 def test_a_field_is_computed_by_transformers_or_refused_by_name(name: str) -> None:
     counterpart, turn = COUNTERPARTS[name], [*COUNTERPARTS].index(name)
-    small, equal = small_model(PRESETS[name], counterpart.small), 0
+    small, equal = small_model(PRESETS[name], counterpart.small), list[tuple[str, ModelConfig]]()
     for number, (path, model) in enumerate(odd(small, turn)):
         if problems_of(Job(model=model)) or path in TOLD:
             continue
@@ -202,9 +252,16 @@ def test_a_field_is_computed_by_transformers_or_refused_by_name(name: str) -> No
             continue
         # A field that this family leaves as it is by default is computed in every fourth family.
         if WHOLE or (turn + number) % 4 == 3 or with_value(small, path, get(ModelConfig(), path)) != small:
-            compare(counterpart, model, path)
-            equal += 1
-    assert equal > (30 if WHOLE else 15)
+            equal.append((path, model))
+    assert len(equal) > (30 if WHOLE else 15)
+
+    def writes(model: ModelConfig) -> bool:
+        with suppress(JobError):
+            return not problems_of(Job(model=model)) and bool(config_json.write(model, counterpart.model_type))
+        return False
+
+    for paths, model in together(small, equal, writes):
+        compare(counterpart, model, ", ".join(paths))
 
 
 ROPE = {"rope_theta": 500.0}
@@ -290,13 +347,13 @@ def edited(values: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
 @pytest.mark.timeout(1200 if WHOLE else 240)
 @pytest.mark.parametrize("name", COUNTERPARTS)
 def test_a_file_that_is_read_is_what_transformers_computes(name: str) -> None:
-    """Or it is refused. Every fifth change, in each family others; all of them with `make test-families`."""
+    """Or it is refused. Every eighth change, in each family others; all of them with `make test-families`."""
     counterpart, turn, equal = COUNTERPARTS[name], [*COUNTERPARTS].index(name), 0
     small = small_model(PRESETS[name], counterpart.small)
     values = config_json.write(small, counterpart.model_type)[1]
     assert compare(counterpart, small, "as it is", values)  # later transformers may refuse
     for number, (what, other) in enumerate(edited(json.loads(json.dumps(values)))):
-        if not WHOLE and (number + turn) % 5:
+        if not WHOLE and (number + turn) % 8:
             continue
         try:
             model = config_json.read(json.loads(json.dumps(other))).model
@@ -315,22 +372,20 @@ def compare(counterpart: Any, model: ModelConfig, what: str, values: dict[str, A
         tokens = tokens[:, : model.sparse.top_k or 64]
     try:
         theirs = counterpart.in_float64(model, values)
-        if values:
-            with InFloat64(), torch.no_grad():
-                theirs(input_ids=tokens)
+        drawn = weights(theirs)
+        with InFloat64(), torch.no_grad():
+            expected = theirs(input_ids=tokens).logits
     except Exception:
         if values is None:
             raise
         return False
-    values = counterpart.take(counterpart.stored(theirs, weights(theirs)), model)
+    values = counterpart.take(counterpart.stored(theirs, drawn), model)
     with torch.device("meta"):
         ours = Transformer(model).double()
     ours = ours.to_empty(device="cpu").eval()
-    with InFloat64(), torch.no_grad():
+    with torch.no_grad():
         for key, parameter in ours.named_parameters():
             parameter.copy_(values[key])
-        expected = theirs(input_ids=tokens).logits
-    with torch.no_grad():
         close(ours(tokens), expected, what)
     return True
 

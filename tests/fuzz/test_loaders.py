@@ -16,7 +16,7 @@ from fuzz.mutations import mutated
 from phalanx.cli.main import message_of
 from phalanx.errors import PhalanxError
 
-COUNT = int(os.environ.get("PHALANX_FUZZ", "250"))
+COUNT = int(os.environ.get("PHALANX_FUZZ", "100"))
 """Mutations of each loader."""
 LONGEST_MESSAGE = 100_000
 SECONDS = 60 * max(1, COUNT / 2000)

@@ -20,8 +20,8 @@ from phalanx.plan.space import STATES, PlanRequest, space_of
 from phalanx.schedule.catalogue import SCHEDULES
 from plan.questions import QUESTIONS, on_laptop, request
 
-PAIRS, LAYOUTS = 50, 50 if WHOLE else 25
-"""`make whole` takes twice as many layouts of every question."""
+PAIRS, LAYOUTS = 50, 50 if WHOLE else 15
+"""`make whole` takes three times as many layouts of every question."""
 EXACT = 1 + 1e-9
 """Sums of floats differ by their order."""
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import re
-from typing import Any
 
-from covering import WHOLE
+from covering import unless_whole
 from phalanx.plan.alternatives import AXES
 from phalanx.plan.planner import search
 from plan.answers import planned, request, slow_network
@@ -59,7 +58,7 @@ def test_recomputation_says_what_it_saves() -> None:
 
 
 def test_where_nothing_fits_so_many_devices_would_be_enough() -> None:
-    fixed: dict[str, Any] = {} if WHOLE else {"cp": 1, "schedule": "1f1b", "accumulate": "local"}
+    fixed = unless_whole(cp=1, schedule="1f1b", accumulate="local")
     plan = search(request("llama3-70b", "dgx-h100:1", 16, offload="none", **fixed))
     assert not plan.best
     (note,) = plan.notes
@@ -77,7 +76,7 @@ def test_no_number_of_devices_is_promised_to_fixed_degrees() -> None:
 
 
 def test_where_nothing_fits_otherwise_the_optimizer_is_offloaded() -> None:
-    plan = search(request("llama3-70b", "dgx-h100:1", 16))
+    plan = search(request("llama3-70b", "dgx-h100:1", 16, **unless_whole(cp=1, schedule="1f1b")))
     assert plan.best[0].layout.offload == "optimizer"
     assert plan.notes[0].startswith("Without offload none of ")
 

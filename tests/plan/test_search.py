@@ -6,12 +6,11 @@ import itertools
 import random
 from dataclasses import replace
 from functools import cache
-from typing import Any
 
 import numpy as np
 import pytest
 
-from covering import WHOLE
+from covering import WHOLE, unless_whole
 from phalanx.check.job import problems_of
 from phalanx.config.clusters import cluster_of
 from phalanx.config.job import Job, Optimizer, Train
@@ -33,13 +32,35 @@ TIMES = 2 if WHOLE else 1
 """The batches of `make whole` over the usual ones."""
 SLOW = replace(cluster_of("dgx-a100:2"), inter=replace(cluster_of("dgx-a100:2").inter, gbs=0.5))
 SMALL = {
-    "little memory": request("llama3-8b", "dgx-a100-40gb:1", 16, sp=True, accumulate="local", cp=1),
-    "experts": request("mixtral-8x7b", "dgx-h200:2", 16 * TIMES, tp=1, cp=1, recompute="full", micro_batch=1),
+    "little memory": request(
+        "llama3-8b", "dgx-a100-40gb:1", 16, sp=True, accumulate="local", cp=1, **unless_whole(micro_batch=1)
+    ),
+    "experts": request(
+        "mixtral-8x7b",
+        "dgx-h200:2",
+        16 * TIMES,
+        tp=1,
+        cp=1,
+        recompute="full",
+        micro_batch=1,
+        **unless_whole(dp_replicate=1),
+    ),
     "a slow network": replace(
-        request("gpt2-xl", "dgx-a100:2", 32 * TIMES, tp=1, cp=1, recompute="selective", dp_replicate=1), cluster=SLOW
+        request(
+            "gpt2-xl",
+            "dgx-a100:2",
+            32 * TIMES,
+            tp=1,
+            cp=1,
+            recompute="selective",
+            dp_replicate=1,
+            **unless_whole(micro_batch=1),
+        ),
+        cluster=SLOW,
     ),
     "long sequences": replace(
-        request("llama3-8b", "dgx-h100:1", 2 * TIMES, recompute="full"), model=model("llama3-8b", seq_len=65536)
+        request("llama3-8b", "dgx-h100:1", 2 * TIMES, recompute="full", **unless_whole(sp=True)),
+        model=model("llama3-8b", seq_len=65536),
     ),
     "a laptop": on_laptop(8, (1, 2, 4), recompute="none", cp=1),
 }
@@ -121,7 +142,7 @@ def test_the_fastest_come_first_and_every_mesh_once() -> None:
 
 
 def test_a_layout_that_is_simulated_faster_than_predicted_is_found() -> None:
-    plan = search(request("llama2-13b", "a100-pcie:2", 32))
+    plan = search(request("llama2-13b", "a100-pcie:2", 32, **unless_whole(cp=1)))
     assert plan.best
     assert plan.best[0].seconds < 0.99 * plan.best[0].prediction.step_time_s
 
@@ -152,8 +173,7 @@ def test_simpler_is_fewer_axes_then_fewer_settings() -> None:
 
 
 def test_where_nothing_fits_the_one_that_needs_least_is_told() -> None:
-    fixed: dict[str, Any] = {} if WHOLE else {"schedule": "1f1b", "accumulate": "local"}
-    one = request("llama3-405b", "dgx-a100:1", 8, sp=True, **fixed)
+    one = request("llama3-405b", "dgx-a100:1", 8, sp=True, **unless_whole(cp=1, schedule="1f1b", accumulate="local"))
     plan = search(one)
     assert plan.best == ()
     assert plan.nearest is not None
@@ -201,7 +221,7 @@ def test_the_leanest_of_layouts_with_the_same_memory_is_the_fastest():
 
 
 def test_the_leanest_layout_is_found_among_many_with_nearly_the_same_bound():
-    large = Search(request("deepseek-v3", "polaris:48", 768))
+    large = Search(request("deepseek-v3", "polaris:48", 768, **unless_whole(pp=1)))
     known = Layout(dp_shard=48, cp=4, ep=32, accumulate="sharded", micro_batch=1, recompute="full")
     assert large.leanest is not None
     assert large.leanest.prediction.fullest.needed <= needed_bytes(large.request.spec(known))

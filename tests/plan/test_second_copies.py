@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import replace
 
+from covering import unless_whole
 from phalanx.check.load import load_words
 from phalanx.config.cluster import Link
 from phalanx.config.clusters import cluster_of
@@ -48,6 +49,7 @@ def test_gathers_in_fp8_where_products_are_and_links_are_slow():
     words = ["model=llama3-8b", "cluster=dgx-h200:4", "cluster.inter.gbs=3", "train.global_batch=64", "dp_shard=32"]
 
     def chosen(*more: str, fixed: Collection[str] = ()) -> Candidate:
+        fixed = [*fixed, *unless_whole(pp=1, cp=1)]
         job = load_words(parse([*words, *more])).job
         return choose(plan_request(job, 128256, {name: getattr(job.layout, name) for name in fixed})).best[0]
 

@@ -193,9 +193,11 @@ def test_products_of_experts_in_8_bits_are_those_of_one_process(ranks, tmp_path,
     ("line", "moe"),
     [
         ("dp_shard=2,tp=2,sp=true,recompute=products,accumulation=2", MoE()),
-        ("dp_shard=2,pp=2,schedule=zb_h1,accumulation=2,hpz=1,recompute=full", MoE()),
         ("dp_shard=4,ep=2,hpz=2,accumulation=2,accumulate=sharded", MIXTURE.moe),
-        *also_whole(("dp_shard=2,pp=2,schedule=zb_h1,accumulation=4,hpz=1,recompute=full", MoE())),
+        *also_whole(
+            ("dp_shard=2,pp=2,schedule=zb_h1,accumulation=2,hpz=1,recompute=full", MoE()),
+            ("dp_shard=2,pp=2,schedule=zb_h1,accumulation=4,hpz=1,recompute=full", MoE()),
+        ),
     ],
 )
 def test_gathers_in_fp8_are_those_of_one_process(ranks, tmp_path, line, moe):
@@ -459,14 +461,14 @@ def test_like_divides_by_the_same_numbers(number, at_least):
 STAGED = Job(model=ModelConfig(n_layers=4, d_model=16, n_heads=2, seq_len=8, vocab_size=11, dropout=0.1))
 LINES = [
     "dp_shard=2,zero=2,tp=2,sp=true,accumulation=2",
-    "dp_replicate=2,dp_shard=2,zero=3,reshard=false,accumulation=2",
+    "dp_shard=2,zero=3,reshard=false,accumulation=2",
     "pp=2,schedule=dualpipe,accumulation=4",
     "cp=2",
     "cp=2,cp_ulysses=2",
     "dp_shard=2,ep=2",
     *also_whole(
         "dp_shard=2,zero=2,accumulation=2",
-        "dp_shard=2,zero=3,reshard=false,accumulation=2",
+        "dp_replicate=2,dp_shard=2,zero=3,reshard=false,accumulation=2",
         "dp_replicate=2,dp_shard=2,zero=3",
         "tp=2,sp=true",
         "pp=2,schedule=zb_v,accumulation=4",
