@@ -57,7 +57,7 @@ MOST_LINES = {
     "schedule": 2100,
     "serve": 830,
     "simulate": 1247,
-    "techniques": 1598,
+    "techniques": 1601,
     "trackers": 848,
     "train": 9895,
     "validation": 1535,
