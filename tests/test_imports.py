@@ -33,7 +33,7 @@ MOST_LINES = {
     "axes": 811,
     "blocks": 3524,
     "check": 2217,
-    "checkpoint": 4166,
+    "checkpoint": 4168,
     "cli": 7767,
     "comm": 2139,
     "config": 6745,
