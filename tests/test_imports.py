@@ -38,7 +38,7 @@ MOST_LINES = {
     "comm": 2139,
     "config": 6745,
     "cost": 7637,
-    "data": 6969,
+    "data": 7004,
     "dryrun": 2705,
     "evaluate": 690,
     "exchange": 2651,
