@@ -44,7 +44,7 @@ ELSEWHERE = {
         batch_scaling
     """,
     "train": """
-        steps global_batch batch_ramp seq_ramp precision gradients seed compile cpu_linear deterministic log_every
+        steps global_batch batch_ramp seq_ramp precision seed compile cpu_linear deterministic log_every
         eval_samples label_smoothing neftune_alpha dpo.beta dpo.label_smoothing grpo.group grpo.reward grpo.pattern
         grpo.max_new_tokens grpo.temperature grpo.updates grpo.clip grpo.clip_high grpo.beta grpo.scale
         grpo.average grpo.max_batch grpo.max_gap grpo.on_gap profile.steps profile.ranks profile.memory profile.python
@@ -100,6 +100,7 @@ SET = {
     "data.random_vocab": "300",
     "data.columns": "[a:b]",
     "model.ignore_config": "[colour]",
+    "train.gradients": "fp32",
 }
 
 

@@ -41,6 +41,8 @@ def run(tmp_path, monkeypatch) -> Path:
         save(tmp_path / "run", step, loss)
     flip_a_bit(tmp_path / "run" / "checkpoints" / "step-000050" / SHARDS)
     os.truncate(tmp_path / "run" / "checkpoints" / "step-000060" / SHARDS, 9)
+    (tmp_path / "begun").mkdir()
+    (tmp_path / "begun" / "config.yaml").touch()
     return tmp_path / "run"
 
 
@@ -249,6 +251,7 @@ def test_a_folder_that_is_named_after_another_step_is_no_newer_checkpoint(run, c
         (["show", "run", "--tensors", "embed.wieght"], 2, "no tensor has such a name; there is embed.weight"),
         (["list", "nowhere"], 2, "no run in nowhere: there is no such folder"),
         (["list", "."], 2, "no checkpoints in .: it is neither a run's directory nor"),
+        (["list", "begun"], 2, "begun has no checkpoint yet; it writes one at its end"),
         (["verify", "run/checkpoints/step-000040", "--step", "3"], 4, "is the checkpoint of another step than 3"),
         (["show", "run", "--step", "41"], 2, "no checkpoint of step 41; there are: 60, 50, 40, 30, 20, 10"),
         (["convert", "run", "x", "--to", "dcp"], 4, "does not match its digest"),

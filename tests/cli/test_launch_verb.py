@@ -157,6 +157,14 @@ ALLOC = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]"}
         (["--submit", "slurm", "--time", "1m", "--signal", "60"], {}, "not less than the time limit"),
         (["--time", "1h"], {}, "--time has no effect without --submit: it is for --submit slurm or --submit pbs or"),
         (["--requeue"], {}, "--requeue has no effect without --submit"),
+        (["--kill", "runs/x"], {}, "--kill stands alone: phalanx launch --kill runs/NAME"),
+        (["--port", "99999"], {}, "--port 99999: at most 65535"),
+        (["--env", "A=1", "--env", "A=2"], {}, "--env A is given twice, as 1 and as 2"),
+        (
+            ["--launcher", "local", "--hostfile", "hosts", "--cpu-bind", "none", "--remote-shell", "rsh"],
+            {},
+            "--hostfile has no effect with --launcher local: it is for srun, pals, openmpi, mpich, ssh\n  --cpu-bind",
+        ),
         (
             ["--submit", "k8s", "-q", "prod"],
             {},

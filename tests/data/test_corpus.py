@@ -557,3 +557,12 @@ def test_a_path_that_is_not_there_says_why(tmp_path, name: str, said: str):
     (tmp_path / "dead.txt").symlink_to("nowhere")
     with pytest.raises(NotFoundError, match=said):
         corpus.sources(Data(corpus="text", path=str(tmp_path / name)))
+
+
+def test_plain_text_has_no_field(tmp_path):
+    (tmp_path / "a.txt").write_text("text\n")
+    data = Data(corpus="text", path=str(tmp_path), text_field="body")
+    with pytest.raises(JobError, match="is plain text, which has no fields"):
+        text_files(data)
+    (tmp_path / "b.jsonl").write_text('{"body": "text"}\n')
+    assert len(text_files(data)) == 2

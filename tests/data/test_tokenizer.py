@@ -130,13 +130,13 @@ def test_the_end_of_a_text_is_the_one_that_a_tokenizer_config_names(bpe: Library
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "tokenizer.json").write_text(bpe.definition().replace("<|endoftext|>", known))
     plain = Tokenizer.load(tmp_path / "other")
-    for named in ("<|done|>", {"content": "<|done|>"}, "absent"):
-        for folder in ("theirs", "other"):
-            (tmp_path / folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": named}))
+    for named in ("<|done|>", {"content": "<|done|>"}):
+        (tmp_path / "other" / "tokenizer_config.json").write_text(json.dumps({"eos_token": named}))
+        (tmp_path / "theirs" / "tokenizer_config.json").write_text(json.dumps({"eos_token": "a"}))
         assert Tokenizer.load(tmp_path / "theirs").separator == (0,)
         found = Tokenizer.load(tmp_path / "other")
-        assert (found.separator, found.end_ids) == (((0,), (0,)) if named != "absent" else (plain.separator, ()))
-        assert (found.fingerprint == plain.fingerprint) == (named == "absent")
+        assert (found.separator, found.end_ids) == ((0,), (0,))
+        assert found.fingerprint != plain.fingerprint
         (saved := tmp_path / f"saved {named}").mkdir()
         found.save(saved)
         again = Tokenizer.load(saved)
@@ -477,3 +477,23 @@ def test_a_child_that_dies_is_reported(tmp_path: Path) -> None:
         os.kill(pids(encoder)[0], signal.SIGKILL)
         with pytest.raises(RunError, match="a process that prepares data ended with exit code -9; run the same"):
             encoder.submit([Segment("x" * 1_000_000, False)]).result(30)
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("tokenizer_config.json", {"eos_token": "<X>"}),
+        ("tokenizer_config.json", {"additional_special_tokens": ["<X>"]}),
+        ("tokenizer_config.json", {"added_tokens_decoder": {"300": {"content": "<X>", "special": True}}}),
+        ("added_tokens.json", {"<X>": 300}),
+        ("special_tokens_map.json", {"bos_token": {"content": "<X>"}}),
+    ],
+)
+def test_a_token_that_only_the_files_beside_name_is_refused(tmp_path: Path, name: str, content: dict) -> None:
+    """transformers adds it to the vocabulary: `<X>` would be one token there, and three here."""
+    write_folder(tmp_path / "theirs")
+    (tmp_path / "theirs" / name).write_text(json.dumps(content))
+    with pytest.raises(DataError, match="has no token '<X>', which the files beside it name"):
+        Tokenizer.load(tmp_path / "theirs")
+    (tmp_path / "theirs" / name).write_text(json.dumps({"pad_token": "<X>"} if name != "added_tokens.json" else {}))
+    assert Tokenizer.load(tmp_path / "theirs").vocab_size == 280

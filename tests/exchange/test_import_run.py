@@ -371,10 +371,13 @@ def test_what_is_no_name_of_a_model_is_refused(text):
         ("owner/model", 2, "owner/model: no such file; a model on the Hugging Face hub is hub:owner/model"),
         ("nosuch", 2, "nosuch: no such file; give one folder, or files"),
         ("empty.gguf", 4, "empty.gguf cannot be read: the file is empty"),
+        ("ours", 4, "which describes the model; it is a run already"),
     ],
 )
 def test_an_import_of_nothing(tmp_path, monkeypatch, capsys, name, code, said):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "empty.gguf").touch()
+    (tmp_path / "ours").mkdir()
+    (tmp_path / "ours" / "config.yaml").touch()
     assert main(["import", "hf", name, "--out", "run"]) == code
     assert said in capsys.readouterr().err

@@ -308,6 +308,8 @@ def root_of(path: Path) -> Path:
             return root
     if not os.path.exists(path):
         raise NotFoundError(no_run(path, "nothing"))
+    if os.path.exists(path / "config.yaml"):
+        raise NotFoundError(f"{path} has no checkpoint yet; it writes one at its end, or every checkpoint.every steps")
     raise NotFoundError(f"no checkpoints in {path}: it is neither a run's directory nor a folder of step-NNNNNN")
 
 

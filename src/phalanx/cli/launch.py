@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from phalanx.cli import program as programs
 from phalanx.cli.launch_plan import LaunchPlan
-from phalanx.cli.verb import Option, Words, job_verb
+from phalanx.cli.verb import Option, Words, flag_of, job_verb
 from phalanx.echo import echo
 from phalanx.errors import JobError, RunError
 from phalanx.launch import start
@@ -121,6 +121,9 @@ WORKS_WITH = {
     "bucket": ("sky",),
 }
 """The values of --submit with which an option or switch has an effect; "" is a start without it."""
+_MPI = ("srun", "pals", "openmpi", "mpich")
+WORKS_UNDER = {"hostfile": (*_MPI, "ssh"), "cpu_bind": _MPI, "remote_shell": (*_MPI, "ssh")}
+"""The values of --launcher with which an option has an effect; of --remote-shell those that --ship copies for."""
 VERB = job_verb(
     "launch",
     "Starts a job where it is called, in an allocation, over ssh, or on this machine; or submits it. Words after -- "
@@ -198,6 +201,16 @@ def _refuse_without_effect(words: Words) -> None:
         for name, works in WORKS_WITH.items()
         if name in given and submit not in works
     ]
+    if launcher := words.options["launcher"]:
+        problems += [
+            f"{flag_of(name)} has no effect with --launcher {launcher}: it is for {', '.join(works)}"
+            for name, works in WORKS_UNDER.items()
+            if name in given and launcher not in works
+        ]
+    if "kill" in given:
+        problems.append("--kill stands alone: phalanx launch --kill runs/NAME")
+    if words.options["port"] >= 1 << 16:
+        problems.append(f"--port {words.options['port']}: at most 65535")
     if problems:
         raise JobError(problems)
 

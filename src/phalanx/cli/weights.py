@@ -228,7 +228,11 @@ IMPORT = Verb(
         "downloads. The run has one checkpoint, at step 0. Nothing but `hub:` is downloaded, and no pickle is read.",
         f"Model types: {', '.join(TRAINED)}.",
     ),
-    hint=lambda word: f"name the format first: `phalanx import hf {word}`" if Path(word).exists() else "",
+    hint=lambda word: (
+        f"name the format first: `phalanx import hf {word}`"
+        if Path(word).exists()
+        else "`phalanx import hf FILE.gguf --out RUN` reads one" * (word == "gguf")
+    ),
 )
 
 

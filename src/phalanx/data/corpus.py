@@ -28,7 +28,7 @@ from phalanx.config.job import Data
 from phalanx.data import formats
 from phalanx.data.files import SPLITS, TOKEN_SHARD_TOKENS, write_atomic
 from phalanx.data.formats import not_utf8, records_inside
-from phalanx.errors import DataError, ExtensionError, NotFoundError
+from phalanx.errors import DataError, ExtensionError, JobError, NotFoundError
 
 URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
 SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
@@ -255,16 +255,21 @@ def text_description(data: Data) -> str:
 
 
 def text_files(data: Data) -> list[Path]:
-    """Returns the files of corpus text: data.path, or those in it that are text. Raises DataError if there are none."""
+    """Returns the files of corpus text: data.path, or those in it that are text. Raises DataError if there are none;
+    JobError for a data.text_field that none of them has, since they are plain text."""
     if pair := formats.pair_of(data.path):
         return [*pair]
     path = Path(data.path).expanduser()
     if os.path.isfile(path):  # unlike Path.is_file also for a name that is too long for a file
-        return [path]
-    if not os.path.isdir(path):
+        files = [path]
+    elif os.path.isdir(path):
+        chosen = TEXT_SUFFIXES | (formats.ROW_SUFFIXES - {".json"})  # beside a text, .json is usually a setting
+        files = in_order(chosen_files(path, chosen, "is text"), path)
+    else:
         raise formats.missing(path, "text")
-    chosen = TEXT_SUFFIXES | (formats.ROW_SUFFIXES - {".json"})  # beside a text, .json is usually a setting
-    return in_order(chosen_files(path, chosen, "is text"), path)
+    if data.text_field != Data.text_field and all(formats.form_of(file) == "text" for file in files):
+        raise JobError(f"data.text_field={data.text_field}: {data.path} is plain text, which has no fields")
+    return files
 
 
 def chosen_files(folder: Path, suffixes: Collection[str], what: str, left_out: Collection[str] = ()) -> list[Path]:

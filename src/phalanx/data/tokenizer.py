@@ -126,19 +126,50 @@ class Tokenizer(ABC):
             raise DataError(f"{file} is not JSON and so no tokenizer: {error}") from error
         if isinstance(stored, dict) and stored.get("format") == FORMAT:
             return _from_definition(stored, file)
-        return LibraryTokenizer(text, str(file), _end_beside(file))
+        found = LibraryTokenizer(text, str(file), _end_beside(file))
+        if lacking := [name for name in _tokens_beside(file) if not found.has(name)]:
+            raise DataError(
+                f"{file} has no token {', '.join(map(repr, lacking[:5]))}, which the files beside it name, and "
+                'transformers would add: write it there, `python -c "from transformers import AutoTokenizer as T; '
+                f"T.from_pretrained('{file.parent}').save_pretrained('{file.parent}')\"`"
+            )
+        return found
 
 
-def _end_beside(file: Path) -> str:
-    """Returns the token that ends a text by the tokenizer_config.json beside a tokenizer's file, or an older one's
-    special_tokens_map.json; empty if none does."""
+def _settings_beside(file: Path) -> dict[str, Any]:
+    """Returns the tokenizer_config.json beside a tokenizer's file, and what an older one's special_tokens_map.json
+    adds to it; what cannot be read is left out."""
     config: dict[str, Any] = {}
     for name in (TOKENIZER_CONFIG, SPECIAL_MAP):
         with suppress(OSError, ValueError, TypeError):
             config = read_json(file.with_name(name)) | config
         if "added_tokens_decoder" in config:  # then transformers does not read the other file
             break
-    return named_token(config, "eos_token").strip()  # one of white space is no token of its own
+    return config
+
+
+def _tokens_beside(file: Path) -> Iterator[str]:
+    """Yields the tokens that the files beside a tokenizer.json name for use: those that begin and end texts, and added
+    ones. A padding token, which no text has, is none of them."""
+    config = _settings_beside(file)
+    yield from (name for end in ("bos_token", "eos_token") if (name := named_token(config, end).strip()))
+    added = config.get("added_tokens_decoder")
+    listed = [*added.values()] if isinstance(added, dict) else []
+    if isinstance(more := config.get("additional_special_tokens"), list):
+        listed += more
+    if added is None:
+        with suppress(OSError, ValueError, TypeError):
+            listed += read_json(file.with_name("added_tokens.json"))
+    for each in listed:
+        name = each.get("content") if isinstance(each, dict) else each
+        if isinstance(name, str) and name.strip() and name != named_token(config, "pad_token"):
+            yield name
+
+
+def _end_beside(file: Path) -> str:
+    """Returns the token that ends a text by the tokenizer_config.json beside a tokenizer's file, or an older one's
+    special_tokens_map.json; empty if none does."""
+    return named_token(_settings_beside(file), "eos_token").strip()  # one of white space is no token of its own
 
 
 def named_token(config: Mapping[str, Any], name: str) -> str:
@@ -248,6 +279,10 @@ class LibraryTokenizer(Tokenizer):
         """The token between two documents; empty: there is none, and a newline is."""
         self.end_ids = tuple(ids[token] for token in dict.fromkeys((*ends, *END_OF_TURN)) if token in ids)
         self.separator = (ids[self.end],) if ends else tuple(self.encode("\n").tolist())
+
+    def has(self, token: str) -> bool:
+        """Returns whether the vocabulary has a token of this text."""
+        return self._tokenizer.token_to_id(token) is not None
 
     def encode(self, text: str) -> np.ndarray:
         _encoded(text, "utf-8")  # the library would raise a TypeError

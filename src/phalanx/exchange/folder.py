@@ -112,7 +112,12 @@ def open_folder(paths: Sequence[Path], ignored: Sequence[str] = (), base: Path |
     if adapter and (base or config is None):
         return _with_base(adapter, files, ignored, base or adapter.local_base)
     if config is None:
-        raise CheckpointError(f"{', '.join(map(str, paths))}: there is no {CONFIG}, which describes the model")
+        own = (
+            "; it is a run already: model.from, generate and export take it"
+            if (paths[0] / "config.yaml").exists()
+            else ""
+        )
+        raise CheckpointError(f"{', '.join(map(str, paths))}: there is no {CONFIG}, which describes the model{own}")
     try:
         described = config_json.read_file(config, ignored)
     except JobError as error:
@@ -165,9 +170,10 @@ def _files(paths: Sequence[Path]) -> list[Path]:
         except OSError as error:
             raise CheckpointError(f"{paths[0]} cannot be read: {error.strerror}") from None
     if missing := [str(path) for path in paths if not os.path.isfile(path)]:
+        what = "a folder beside others" if any(map(os.path.isdir, missing)) else "no such file"
         hub = len(paths) == 1 and missing[0].count("/") == 1 and not os.path.exists(paths[0].parent)
         hint = f"; a model on the Hugging Face hub is hub:{missing[0]}" if hub else "; give one folder, or files"
-        raise NotFoundError(f"{', '.join(missing)}: no such file{hint}")
+        raise NotFoundError(f"{', '.join(missing)}: {what}{hint}")
     files = list(paths)
     config = files[0].parent / CONFIG
     if os.path.isfile(config) and all(file.name != CONFIG for file in files):

@@ -79,6 +79,8 @@ def exported(
                 f"--env {name}: everybody on the machine can read a command line; `export {name}` in your shell, and "
                 f"give --export-env {name}"
             )
+        elif stated.get(name, value) != value:
+            problems.append(f"--env {name} is given twice, as {stated[name]} and as {value}")
         elif not value.isprintable():
             problems.append(f"--env {name}: the value has control characters")
         else:

@@ -147,7 +147,10 @@ PRECISION = Technique(
     fields=("train.precision", "train.gradients", "train.fp8_scaling", "train.cpu_linear"),
     problems=_problems,
     layout_problems=_layout_problems,
-    conditions={"train.fp8_scaling": is_one_of("train.precision", "fp8")},
+    conditions={
+        "train.fp8_scaling": is_one_of("train.precision", "fp8"),
+        "train.gradients": is_one_of("train.precision", "bf16", "fp16", "fp8", "fp64"),
+    },
     effect=_effect,
     stage="layers",
     apply="phalanx.parallel.apply:apply_number_format",
