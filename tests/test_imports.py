@@ -61,7 +61,7 @@ MOST_LINES = {
     "trackers": 848,
     "train": 9895,
     "validation": 1535,
-    "": 1826,
+    "": 1831,
     "verify": 4099,
 }
 """Lines that a room may have, "" being the modules beside the rooms: whoever makes one shorter lowers its figure, and
