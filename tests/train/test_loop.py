@@ -118,8 +118,8 @@ MOVES = [
     (Layout(tp=2), Layout(dp_shard=3, zero=2, bucket_mb=0.01), Layout(dp_shard=2, tp=2)),
     (Layout(pp=4, accumulation=4), Layout(pp=2, schedule="zb_v", accumulation=4), Layout(tp=2)),
     (Layout(), Layout(pp=2, dp_shard=2, zero=1, schedule="dualpipe", accumulation=2), Layout(pp=3, accumulation=3)),
-    (Layout(), Layout(dp_shard=4, hpz=2)),  # second copies
     *also_whole(
+        (Layout(), Layout(dp_shard=4, hpz=2)),  # second copies, which no checkpoint has
         (Layout(dp_shard=2, zero=3), Layout(tp=2, sp=True), Layout()),
         (Layout(dp_replicate=3), Layout(dp_shard=2, tp=2, sp=True, zero=1), Layout(dp_replicate=2, dp_shard=2)),
         (Layout(dp_shard=4, hpz=2), Layout(dp_shard=2, tp=2), Layout(dp_shard=4, hpz=4)),
