@@ -49,7 +49,7 @@ MOST_LINES = {
     "machine": 5371,
     "model": 3983,
     "optimizers": 550,
-    "parallel": 8241,
+    "parallel": 8230,
     "partition": 1817,
     "pictures": 3658,
     "plan": 4460,

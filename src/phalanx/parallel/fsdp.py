@@ -127,7 +127,7 @@ class ShardedReplica(Replica):
         self.groups = _shard(objective, mesh, replicate.size > 1, layout, sums.dtype, host.device)
         self.root = self.groups[-1]
         with on_host() if self.on_host else nullcontext():
-            objective._apply(partial(_allocated, device=torch.device("cpu") if self.on_host else host.device))
+            objective.to_empty(device="cpu" if self.on_host else host.device)
         # A CPU has no streams for FSDP2 to overlap on: there collectives are asynchronous by themselves.
         defers = shard.gloo and replicate.size == 1 and not sums.every_micro_batch and sums.dtype is None
         dense = of_experts = _ReduceScatter(shard, defers, replicate)
@@ -351,17 +351,6 @@ def _shard(
         for group in inside:
             group.set_modules_to_backward_prefetch([group])
     return [*groups, *(group for of_block in blocks for group in of_block), root]
-
-
-def _allocated(each: Tensor, device: torch.device) -> Tensor:
-    """Returns an uninitialised tensor like `each` on the device, without DTensor's dispatch, whose decision for every
-    shape takes milliseconds."""
-    local = each.to_local() if isinstance(each, DTensor) else each
-    made = torch.empty(local.shape, dtype=local.dtype, device=device)
-    if not isinstance(each, DTensor):
-        return made
-    shape, stride = each.shape, each.stride()
-    return DTensor.from_local(made, each.device_mesh, each.placements, run_check=False, shape=shape, stride=stride)
 
 
 def _of_experts(module: object) -> bool:
