@@ -54,9 +54,14 @@ def techniques_of(case: Iterable[Any]) -> set[Hashable]:
 
 def pairs_of_techniques(cases: Iterable[Any], elsewhere: Iterable[Any] = ()) -> list[Any]:
     """Returns cases in which any two techniques meet that meet in one of all, or of those `elsewhere`, and that have
-    every value of a field, on few ranks."""
+    every value of a field, on few ranks. A case that would add fewer pairs than half its ranks is for `make whole`."""
     return covering(
-        cases, techniques_of, elsewhere=elsewhere, single=lambda part: isinstance(part, tuple), cost=ranks_of
+        cases,
+        techniques_of,
+        elsewhere=elsewhere,
+        single=lambda part: isinstance(part, tuple),
+        cost=ranks_of,
+        least=0.5,
     )
 
 
@@ -81,9 +86,11 @@ def covering(
     elsewhere: Iterable[Any] = (),
     single: Callable[[Hashable], bool] = lambda part: False,
     cost: Callable[[Any], float] = lambda case: 1,
+    least: float = 0.0,
 ) -> list[Any]:
     """Returns cases in which any `size` parts meet that meet in one of all, but for those that meet in a case of
     `elsewhere`; first the one with most that is new for its cost. A `single` part has to be there, whatever it meets.
+    Cases that add less than `least` for their cost are kept only for parts that are nowhere else.
 
     One part each is enough where the cases are held in pairs at a lower level: whole runs whose steps are compared."""
     rest = [*cases]
@@ -98,6 +105,9 @@ def covering(
     missing, kept = set[Hashable]().union(*groups).difference(*map(groups_of, elsewhere)), set[int]()
     while missing:
         best = max(range(len(rest)), key=lambda number: len(groups[number] & missing) / costs[number])
+        if len(groups[best] & missing) < least * costs[best]:
+            missing, least = {group for group in missing if len(group) == 1}, 0.0
+            continue
         kept.add(best)
         missing -= groups[best]
     return [case for number, case in enumerate(rest) if number in kept]

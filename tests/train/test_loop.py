@@ -76,10 +76,10 @@ CODES = Layout(dp_shard=4, hpz=2, quantise_weights="int8", quantise_gradients="i
 
 
 def test_the_loss_curve_does_not_depend_on_the_layout(ranks, job):
-    job = change(change(job, "model", dropout=0.2), "train", steps=4)
+    job = change(change(job, "model", dropout=0.2), "train", steps=2)
     ranks(train, 1, job)
     expected = [row["loss"] for row in rows(job, "step")]
-    assert len(expected) == 4
+    assert len(expected) == 2
     for number, (layout,) in enumerate(each_technique(zip(LAYOUTS))):
         other = change(dataclasses.replace(job, layout=layout), "run", name=f"layout{number}")
         other = change(other, "guard", every=1)
@@ -97,12 +97,12 @@ def test_the_loss_curve_does_not_depend_on_the_layout(ranks, job):
         *((layout, "fp32") for layout in (SHARDED[0], SHARDED[2])),
         (SHARDED[-1], "bf16"),
         (Layout(dp_shard=2, pp=2, schedule="dualpipe", accumulation=2), "bf16"),
-        (CODES, "fp32"),  # they carry nothing from one step to the next
         (Layout(dp_replicate=2, dp_shard=2, compression="powersgd", compression_rank=1, compression_start=2), "fp32"),
         *also_whole(
             (Layout(dp_replicate=3, bucket_mb=0.01), "fp32"),
             (SHARDED[1], "fp32"),
             (SHARDED[3], "fp32"),
+            (CODES, "fp32"),  # they carry nothing from one step to the next
             (Layout(pp=2, schedule="zb_h1", accumulation=3), "fp32"),
             (Layout(dp_replicate=2, pp=2, accumulation=2, compression="powersgd", compression_rank=2), "bf16"),
         ),
@@ -118,8 +118,8 @@ MOVES = [
     (Layout(tp=2), Layout(dp_shard=3, zero=2, bucket_mb=0.01), Layout(dp_shard=2, tp=2)),
     (Layout(pp=4, accumulation=4), Layout(pp=2, schedule="zb_v", accumulation=4), Layout(tp=2)),
     (Layout(), Layout(pp=2, dp_shard=2, zero=1, schedule="dualpipe", accumulation=2), Layout(pp=3, accumulation=3)),
-    (Layout(), Layout(dp_shard=4, hpz=2)),  # second copies
     *also_whole(
+        (Layout(), Layout(dp_shard=4, hpz=2)),  # second copies, which no checkpoint has
         (Layout(dp_shard=2, zero=3), Layout(tp=2, sp=True), Layout()),
         (Layout(dp_replicate=3), Layout(dp_shard=2, tp=2, sp=True, zero=1), Layout(dp_replicate=2, dp_shard=2)),
         (Layout(dp_shard=4, hpz=2), Layout(dp_shard=2, tp=2), Layout(dp_shard=4, hpz=4)),

@@ -251,9 +251,9 @@ def compare(ranks, job: Job, bound: float = 0.04) -> set[str]:
         [
             (Layout(cp=2, zero=1), {"global_batch": 4}),
             (Layout(dp_shard=2, dp_replicate=2), {"global_batch": 8}),
-            (Layout(dp_shard=2, pp=2, zero=1, micro_batch=1), {"global_batch": 8, "precision": "bf16"}),
+            (Layout(dp_shard=2, pp=2, zero=1, micro_batch=1), {"global_batch": 4, "precision": "bf16"}),
             (Layout(dp_shard=2, micro_batch=1), {"global_batch": 8}),
-            (Layout(dp_shard=2, micro_batch=1, accumulate="sharded"), {"global_batch": 8}),
+            (Layout(dp_shard=2, micro_batch=1, accumulate="sharded"), {"global_batch": 4}),
             (Layout(dp_shard=2, reshard=False), {"global_batch": 8}),
             (Layout(dp_shard=4, hpz=2, quantise_gradients="int8"), {"global_batch": 8}),
             (Layout(dp_replicate=2, compression="int8"), {"global_batch": 8}),
@@ -364,7 +364,7 @@ def documents_of(model: ModelConfig, layout: Layout, train: Train) -> Job:
 
 def test_a_run_of_queries_has_a_mask_while_it_computes(ranks):
     """In a model so narrow that masks outweigh its MLPs. Without them 6 % less would be predicted."""
-    model = replace(DEEP, seq_len=1024, d_model=64, n_heads=4, d_ff=32)
+    model = replace(DEEP, n_layers=2, seq_len=1024, d_model=64, n_heads=4, d_ff=32)
     compare(ranks, documents_of(model, Layout(), Train(global_batch=2, precision="bf16")))
 
 
@@ -379,8 +379,7 @@ WHERE_LOGITS_ARE = [Layout(), Layout(tp=2), Layout(tp=2, sp=True), Layout(loss_c
     ("layout", "precision"),
     [
         *((layout, "fp32") for layout in WHERE_LOGITS_ARE),
-        (WHERE_LOGITS_ARE[1], "bf16"),
-        *also_whole(*((layout, "bf16") for layout in (WHERE_LOGITS_ARE[0], *WHERE_LOGITS_ARE[2:]))),
+        *also_whole(*((layout, "bf16") for layout in WHERE_LOGITS_ARE)),
     ],
     ids=lambda value: value.line() if isinstance(value, Layout) else value,
 )
@@ -425,8 +424,8 @@ def test_a_pipeline_keeps_the_logits_of_every_micro_batch_in_flight(ranks, layou
 @pytest.mark.parametrize(
     "layout",
     [
-        *(Layout(dp_shard=2, zero=zero) for zero in (2, 3)),
-        *also_whole(Layout(), Layout(pp=2, micro_batch=2), Layout(dp_shard=2, zero=1)),
+        Layout(dp_shard=2, zero=3),
+        *also_whole(Layout(), Layout(pp=2, micro_batch=2), *(Layout(dp_shard=2, zero=zero) for zero in (1, 2))),
     ],
     ids=Layout.line,
 )
@@ -439,7 +438,7 @@ def test_gradients_may_be_wider_than_parameters(ranks, layout):
 def test_experts_that_one_rank_has_alone_wait_for_the_last_micro_batch_like_the_rest(ranks, zero):
     """Ranks are compared on average, because their experts get different numbers of tokens."""
     model = replace(EXPERTS, n_layers=3)
-    job = Job(model=model, layout=Layout(dp_shard=2, ep=2, zero=zero, micro_batch=1), train=Train(global_batch=8))
+    job = Job(model=model, layout=Layout(dp_shard=2, ep=2, zero=zero, micro_batch=1), train=Train(global_batch=4))
     found = ranks(stepped, 2, job)
     (expected,) = step_memory(rank_spec(job, VOCAB, "cpu"))
     print(zero, expected.allocated, *found)

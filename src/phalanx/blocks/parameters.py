@@ -117,6 +117,7 @@ def trained_text(model: ModelConfig, vocab_size: int | None = None) -> str:
     return f"{trained:,} of {every:,} parameters ({trained / every:.2%})"
 
 
+@lru_cache(maxsize=256)
 def count_active(model: ModelConfig) -> int:
     """Returns the parameters that one token uses: as `count`, but only the top_k routed experts that the token
     visits."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import faulthandler
+import gc
 import itertools
 import os
 import pickle
@@ -235,6 +236,7 @@ def serve(stacks: str, descriptor: str) -> None:
             connection.recv()
             if dist.is_initialized():
                 process_group.shutdown()
+            gc.freeze()  # what a call leaves, such as imports: no later collection walks through it
             os.environ.clear()
             os.environ.update(environment)
 

@@ -65,7 +65,7 @@ def same_as_without(ranks, job, *faults: Fault, run=train_with) -> list[dict]:
         (Layout(dp_replicate=3), Fault("exp_avg_sq", 1, 3), "blocks.1.mlp.down.weight (exp_avg_sq)"),
         (Layout(dp_shard=3, zero=1), Fault("parameter", 1, 4), "blocks.1.mlp.down.weight"),
         (
-            Layout(dp_replicate=2, pp=2, schedule="dualpipe", accumulation=6),
+            Layout(dp_replicate=2, pp=2, schedule="dualpipe", accumulation=2),
             Fault("parameter", 1, 4),
             "blocks.1.mlp.down.weight",
         ),
