@@ -39,7 +39,7 @@ MOST_LINES = {
     "config": 6735,
     "cost": 7637,
     "data": 6918,
-    "dryrun": 2705,
+    "dryrun": 2710,
     "evaluate": 688,
     "exchange": 2645,
     "foreign": 4341,

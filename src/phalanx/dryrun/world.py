@@ -156,7 +156,7 @@ def remember(
     parts: list[_Made | None] = []
     for x in made:
         if x is None:
-            parts.append(None)
+            parts.append(x)
             continue
         source = places.get(id(x), storages.get(x.untyped_storage()._cdata, -1))
         offset = x.storage_offset() - (given[source].storage_offset() if source >= 0 else 0)
@@ -193,13 +193,10 @@ def make(found: Remembered, given: Sequence[Any], mode: FakeTensorMode) -> Any:
     results: list[Any] = []
     with torch._C._DisableTorchDispatch():
         for part in found.made:
-            if part is None:
-                results.append(None)
+            if part is None or part.is_source:
+                results.append(part and given[part.source])
                 continue
-            source, is_source, shape, stride, offset, dtype, device, attributes = part
-            if is_source:
-                results.append(given[source])
-                continue
+            source, _, shape, stride, offset, dtype, device, attributes = part
             suits = source < 0 or given[source].is_inference() or not torch.is_inference_mode_enabled()
             with nullcontext() if suits else torch.inference_mode(mode=False):  # a view is of its source's mode
                 if source < 0:
