@@ -13,6 +13,8 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Generator, Iterator
+from contextlib import suppress
+from importlib import import_module
 from itertools import groupby
 from pathlib import Path
 
@@ -38,7 +40,6 @@ LONG = (
     "parallel/test_structure.py",
     "verify/test_measure.py",
     "dryrun/test_rehearse.py",
-    "plan/test_choice.py",
     "dryrun/test_chain.py",
 )
 """Files of half a minute and more, the longest first: with these the processes that come from the back begin, so that
@@ -54,6 +55,14 @@ LOST_S, MOST_LOST = 150, 3
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--beside", type=int, default=0, metavar="N", help="run the tests in so many processes more")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Imports what takes three seconds and each of the processes would, before conftest.py freezes what is loaded."""
+    if session.config.option.beside:
+        with suppress(ImportError):
+            import_module("transformers.modeling_utils")
 
 
 def pytest_runtestloop(session: pytest.Session) -> bool | None:

@@ -39,7 +39,7 @@ MOST_LINES = {
     "config": 6745,
     "cost": 7716,
     "data": 7004,
-    "dryrun": 2705,
+    "dryrun": 2710,
     "evaluate": 690,
     "exchange": 2651,
     "foreign": 4341,

@@ -32,7 +32,7 @@ def unpickles(path: Path) -> set[str]:
             found |= {alias.name for alias in node.names if alias.name in UNPICKLING_CALLS}
         elif isinstance(node, ast.Attribute):
             found |= {node.attr} & UNPICKLING_CALLS
-            found |= {ast.unparse(node)} & UNPICKLING_LOADS
+            found |= {ast.unparse(node)} & UNPICKLING_LOADS if node.attr in ("load", "save") else set()
     return found
 
 

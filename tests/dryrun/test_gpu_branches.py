@@ -60,7 +60,6 @@ Case = tuple[str, str, dict[str, Any]]
 """A model, a layout's line, and what differs from a job in bf16 on H100s."""
 
 FEW: list[Case] = [
-    ("llama", "dp_shard=2,zero=3,offload=all,recompute=full", {}),
     ("experts", "dp_shard=4,ep=2,zero=3,accumulation=2", {}),
     ("gpt", "pp=2,offload=all,accumulation=2", {"precision": "fp16"}),
     ("sinks", "tp=2,sp=true,cp=2", {"data": DOCUMENTS, "global_batch": 1}),  # a ring has many blocks per document
@@ -72,6 +71,7 @@ FEW: list[Case] = [
     ("sinks", "cp=2", {"data": DOCUMENTS, "global_batch": 1, "chip": "mi300x"}),
 ]
 MORE: list[Case] = [
+    ("llama", "dp_shard=2,zero=3,offload=all,recompute=full", {}),
     *(("llama", "dp_replicate=1", {"precision": name}) for name in ("fp64", "fp32", "fp16")),
     *(("llama", "dp_replicate=1", {"precision": "fp8", "fp8_scaling": way}) for way in ("rowwise", "tensorwise")),
     *(("llama", "dp_replicate=1", {"precision": "fp8", "chip": chip}) for chip in ("mi300x", "l40s")),

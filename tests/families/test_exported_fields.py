@@ -165,23 +165,14 @@ NAMED_BY: dict[str, tuple[str, ...]] = {
 
 
 PARTS = (
-    ("rope", "rotary", "nope", "query_growth", "window", "full_every", "positions", "attention", "n_layers", "seq_len"),
-    (
-        "n_heads",
-        "n_kv",
-        "head_dim",
-        "d_model",
-        "q",
-        "v_norm",
-        "values",
-        "sinks",
-        "delta",
-        "wide",
-        "mla",
-        "sparse",
-        "sh",
+    *(
+        tuple(names.split())
+        for names in (
+            "rope rotary nope query window full_every positions attention n_kv n_layers seq_len",
+            "n_heads head_dim d_model q v_norm values sinks delta wide mla sparse shared",
+            "d_ff activation feed_forward moe double_mlp layer_embedding",
+        )
     ),
-    ("d_ff", "activation", "feed_forward", "moe", "double_mlp", "layer_embedding"),
     ("",),
 )
 """How the names of fields begin that may hide each other: those of places, of heads, of feed-forwards, and the rest."""

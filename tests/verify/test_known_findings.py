@@ -35,7 +35,7 @@ FINDINGS = (
         "Megatron-LM 7452.1",
         "Label smoothing was over each tensor rank's part of the vocabulary.",
         "llama",
-        ("tp=2,cp=2", "tp=2,loss_chunk=24,accumulation=2", "tp=2,tiles=2,tile=head,dp_shard=2", *also_whole("tp=2")),
+        ("tp=2,cp=2", "tp=2,loss_chunk=24,accumulation=2", *also_whole("tp=2,tiles=2,tile=head,dp_shard=2", "tp=2")),
         "train.label_smoothing=0.1",
     ),
     Finding(
@@ -51,9 +51,8 @@ FINDINGS = (
         "further tokens",
         (
             "cp=2",
-            "tp=2,sp=true,pp=2,accumulation=4",
             "dp_shard=2,pp=2,zero=3",
-            *also_whole("dp_replicate=2,dp_shard=2,zero=1"),
+            *also_whole("tp=2,sp=true,pp=2,accumulation=4", "dp_replicate=2,dp_shard=2,zero=1"),
         ),
         CHATS,
     ),
@@ -61,7 +60,7 @@ FINDINGS = (
         "Megatron-LM 7452.5",
         "The routers' padding mask was cut over another group of ranks than the tokens that it is for.",
         "experts",
-        ("dp_replicate=2,tp=2,sp=true", "tp=2,sp=true,pp=2,accumulation=4"),
+        ("dp_replicate=2,tp=2,sp=true", *also_whole("tp=2,sp=true,pp=2,accumulation=4")),
         CHATS,
     ),
     Finding(
@@ -81,7 +80,7 @@ FINDINGS = (
         "Megatron-LM 7452.8",
         "The norm of the gradients counted attention sinks, which tensor ranks cut, as if each had them all.",
         "llama",
-        ("tp=2", "dp_shard=2,tp=2,zero=1"),
+        ("dp_shard=2,tp=2,zero=1", *also_whole("tp=2")),
         "model.sinks=true",
     ),
     Finding(
@@ -141,7 +140,7 @@ FINDINGS = (
         "torchtitan 2318",
         "Norms differed between replicas (DDP, HSDP) and shards by the number of ranks.",
         "llama",
-        ("dp_replicate=2", "dp_replicate=2,dp_shard=2,zero=3"),
+        ("dp_replicate=2,dp_shard=2,zero=3", *also_whole("dp_replicate=2")),
     ),
 )
 

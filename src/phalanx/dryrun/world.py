@@ -85,8 +85,8 @@ class Remembered(NamedTuple):
     operator: str
     flops: float
     kind: type
-    """list or tuple of those `made`; of other types it is the only one, or nothing."""
-    made: tuple[_Made, ...]
+    """list or tuple of those `made`, None among them; of other types it is the only one, or nothing."""
+    made: tuple[_Made | None, ...]
     is_large: bool
     """Whether it is made of so many floats that nothing reads them, such as rotary tables."""
     written: tuple[int, ...]
@@ -147,13 +147,17 @@ def remember(
     if (
         func.namespace not in _NAMESPACES
         or not _NOT_KEPT.isdisjoint(func.tags)
-        or any(type(x) is not FakeTensor for x in made)
+        or any(type(x) not in (FakeTensor, type(None)) for x in made)
     ):
         return
+    tensors = [x for x in made if x is not None]
     places = {id(x): place for place, x in enumerate(given)}
     storages = {x.untyped_storage()._cdata: place for place, x in enumerate(given)}
-    parts: list[_Made] = []
+    parts: list[_Made | None] = []
     for x in made:
+        if x is None:
+            parts.append(x)
+            continue
         source = places.get(id(x), storages.get(x.untyped_storage()._cdata, -1))
         offset = x.storage_offset() - (given[source].storage_offset() if source >= 0 else 0)
         attributes = {name: value for name, value in vars(x).items() if name != "fake_mode"}
@@ -163,17 +167,17 @@ def remember(
         if argument.alias_info is not None and argument.alias_info.is_write:
             each = args[place] if place < len(args) else kwargs.get(argument.name)
             written += [places[id(x)] for x in tree_leaves(each) if isinstance(x, Tensor)]
-    is_large = any(x.is_floating_point() and x.nbytes > LARGE_FLOATS for x in made)
+    is_large = any(x.is_floating_point() and x.nbytes > LARGE_FLOATS for x in tensors)
     found = Remembered(func._overloadpacket.__name__, flops, kind, tuple(parts), is_large, tuple(written))
-    again = make(found, given, made[0].fake_mode) if made else None
+    again = make(found, given, tensors[0].fake_mode) if tensors else made
     again = [again] if kind is FakeTensor else again or ()
     if all(map(_is_like, made, again)):
         results[key] = found
 
 
 def _is_like(one: Any, other: Any) -> bool:
-    if one is other:
-        return True
+    if one is other or one is None:
+        return one is other
     storages = [x.untyped_storage() for x in (one, other)]
     return (
         (one.shape, one.stride(), one.storage_offset(), one.dtype, one.layout, one.constant)
@@ -188,10 +192,11 @@ def make(found: Remembered, given: Sequence[Any], mode: FakeTensorMode) -> Any:
     """Returns the result of an operation on the tensors given as it was found before."""
     results: list[Any] = []
     with torch._C._DisableTorchDispatch():
-        for source, is_source, shape, stride, offset, dtype, device, attributes in found.made:
-            if is_source:
-                results.append(given[source])
+        for part in found.made:
+            if part is None or part.is_source:
+                results.append(part and given[part.source])
                 continue
+            source, _, shape, stride, offset, dtype, device, attributes = part
             suits = source < 0 or given[source].is_inference() or not torch.is_inference_mode_enabled()
             with nullcontext() if suits else torch.inference_mode(mode=False):  # a view is of its source's mode
                 if source < 0:
