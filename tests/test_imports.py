@@ -52,7 +52,7 @@ MOST_LINES = {
     "parallel": 8230,
     "partition": 1819,
     "pictures": 3658,
-    "plan": 4543,
+    "plan": 4548,
     "report": 1682,
     "schedule": 2100,
     "serve": 830,

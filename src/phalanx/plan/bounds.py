@@ -223,7 +223,7 @@ class StepBytes:
         return np.stack([self.tables.outside(share, self.group.inner, tiled=reshard) for share in self.group.shares])
 
 
-class Windows(NamedTuple):
+class SlowPipeline(NamedTuple):
     """A pipeline with slow messages between ranks that are alike."""
 
     layout: Layout
@@ -405,7 +405,7 @@ class StepSeconds:
         for low, high, less, most in zip(*sides, strict=True):
             yield {*product((low, high), (less, most))}
 
-    def windows(self, state: int, places: NDArray[Any]) -> Iterator[Windows | None]:
+    def windows(self, state: int, places: NDArray[Any]) -> Iterator[SlowPipeline | None]:
         """Yields, for layouts with a state sharding, their pipelines if messages take a noticeable time."""
         step, group = self._step(state) if STATES[state].zero == 3 else self._plain, self.group
         mean = (step.passes / self.m + step.others * (self.pp - 1)) / self.pp
@@ -415,7 +415,7 @@ class StepSeconds:
         rest, blocks = step.state + self._optimizer(STATES[state].zero), not self.framework.pp_overlaps
         columns = (each[places].tolist() for each in (slow, self.m, mean, group.near, group.far, group.together, rest))
         for shares, late, m, each, near, far, together, more in zip(self._on_grid(step, places), *columns, strict=True):
-            yield Windows(self._layout, m, each, shares, Hops(near, far, together, blocks), more) if late else None
+            yield SlowPipeline(self._layout, m, each, shares, Hops(near, far, together, blocks), more) if late else None
 
 
 @lru_cache(100_000)
@@ -516,9 +516,9 @@ class Bounds:
             time[members] = np.maximum(found[states, places], sending) * (1 - ROUNDING)
         return time
 
-    def windows(self, rows: Rows) -> list[Windows | None]:
+    def windows(self, rows: Rows) -> list[SlowPipeline | None]:
         """Returns the pipelines of layouts whose messages between stages take a noticeable time, None for others."""
-        found: list[Windows | None] = [None] * len(rows)
+        found: list[SlowPipeline | None] = [None] * len(rows)
         for members, group, states, places in self._groups(rows):
             if group.pp == 1 or group.scheduled[0] not in SCHEDULES:
                 continue
