@@ -94,7 +94,7 @@ def compare(one: PlanRequest, random: random.Random, spread: float = 5) -> int:
         rows = space.rows(np.array(numbers))
         rows = rows.select(np.array(sorted(random.sample(range(len(rows)), min(LAYOUTS, len(rows))))))
         seconds, memory = bounds.rows(rows)
-        tight = bounds.sizes(rows, runs=True)
+        tight, pipelines = bounds.sizes(rows, runs=True), bounds.windows(rows)
     compared = 0
     for number in range(len(rows)):
         layout = space.layout(rows, number)
@@ -110,6 +110,8 @@ def compare(one: PlanRequest, random: random.Random, spread: float = 5) -> int:
         assert seconds[number] <= predicted * EXACT, layout.line()
         assert memory[number] <= tight[number] * EXACT <= needed * EXACT**2, layout.line()
         assert seconds[number] > predicted / spread, layout.line()
+        if pipeline := pipelines[number]:
+            assert pipeline.seconds() <= predicted * EXACT, layout.line()
     return compared
 
 

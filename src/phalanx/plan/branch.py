@@ -55,6 +55,9 @@ ROW_BLOCK = 1_000_000
 """Layouts that are bounded at a time."""
 FIRST_TIMED = 128
 """Layouts whose schedules' programs are run first, those with the lowest bounds; then twice as many, and so on."""
+LINK = 0.02
+"""Share of a step in which a link sends from which on the schedule is run with messages before a prediction: they are
+hidden where they take less."""
 LEAN_BLOCK, LEAN_PAIRS, LEAN_LAYOUTS = 64, 256, 1200
 """Pairs at a time, most pairs and most layouts that are examined for the one that needs the least memory."""
 GAIN = 0.995
@@ -346,7 +349,9 @@ class Search:
                 if np.isnan(memory[number]):  # those with the same pipeline are bounded together
                     alike = (pp == pp[number]) & (some.scheduled == some.scheduled[number]) & (exact <= found.cutoff)
                     memory[alike] = self.bounds.sizes(some.select(alike), runs=True)
-                    small = np.flatnonzero(alike & (memory <= self.limit))
+                    small = np.flatnonzero(
+                        alike & (memory <= self.limit) & (self.bounds.link[some.pair] > LINK * exact)
+                    )
                     for one, pipeline in zip(small.tolist(), self.bounds.windows(some.select(small)), strict=True):
                         pipelines[one] = pipeline
                 if (pipeline := pipelines[number]) and pipeline.seconds() > found.cutoff:
