@@ -11,13 +11,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from math import ceil
 from typing import Literal, NamedTuple
 
 from phalanx.blocks.operator import PLAIN, WIDE, AttentionCore, MemoryBound, Message, Operator, Place, SavedTensor
 from phalanx.blocks.residual import enter, leave, linear_weights, norm_kernels, norm_saved, norm_weights, saved_input
-from phalanx.hashed import replace
 
 FIRST_COLUMNS, SPARE_COLUMNS = 256, 64
 """Columns of a KV cache at first, within its capacity, then twice as many, and so on; and those before all sequences,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from functools import lru_cache
 from math import comb
 from typing import Literal
@@ -10,7 +11,6 @@ from typing import Literal
 from phalanx.blocks.operator import INDEX, PLAIN, WIDE, MemoryBound, Message, Operator, Place, SavedTensor, Weight
 from phalanx.blocks.residual import enter, leave, linear_weights, needs_sum, saved_input
 from phalanx.config.model import ModelConfig
-from phalanx.hashed import replace
 
 ROWS, COLUMNS = PLAIN._replace(cut="rows"), PLAIN._replace(cut="columns")
 CLAMPED_KERNELS = 7

@@ -7,7 +7,7 @@ of these lists: each formula is written once, here.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from math import prod
 from typing import Literal, NamedTuple
@@ -15,7 +15,7 @@ from typing import Literal, NamedTuple
 from phalanx.config.dispatchers import sends_tokens
 from phalanx.config.layout import Layout, Recompute
 from phalanx.config.model import ModelConfig
-from phalanx.hashed import Hashed, hashed_once, made_quickly, replace
+from phalanx.hashed import Hashed, hashed_once
 
 Cut = Literal["whole", "rows", "columns", "experts"]
 """How tensor parallelism cuts a weight: rows are outputs, columns are inputs (Shoeybi et al. 2019, section 3); experts:
@@ -294,7 +294,6 @@ def _product_sizes(
     return outputs, shapes[0][-1], shapes[0][0] if grouped else 1, frozen, grouped
 
 
-@made_quickly
 @dataclass(frozen=True)
 class Operator:
     """One operator on one rank, for one micro-batch."""

@@ -8,10 +8,10 @@ reduce-scatter (Korthikanti et al. 2022, section 4.2.2).
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 
 from phalanx.blocks.operator import PLAIN, WIDE, Half, MemoryBound, Message, Operator, Place, SavedTensor, Weight
 from phalanx.config.model import LoRA, ModelConfig
-from phalanx.hashed import replace
 
 A, B = "lora_a", "lora_b"
 """The adapter's layers, inside the linear layer of their matrix."""

@@ -21,7 +21,6 @@ from phalanx.config.layout import Layout, Recompute
 from phalanx.cost.exposed import quotient, smaller
 from phalanx.cost.kernels import stream_seconds
 from phalanx.cost.spec import StepSpec
-from phalanx.hashed import made_quickly
 from phalanx.partition.derived import gathers_parameters, near_ranks
 from phalanx.partition.document_sample import document_work
 
@@ -52,7 +51,6 @@ MAX_CARDS = 8
 """Most devices over whose cards one tensor travels (NCCL: one channel per card)."""
 
 
-@made_quickly
 @dataclass(frozen=True)
 class RankGroup:
     """Ranks that communicate: their number, and the stride between neighbours in ranks of the whole world."""
@@ -207,7 +205,6 @@ _GROUPS: dict[str, Callable[[Layout, int, int], RankGroup]] = {
 """The ranks of each axis, from a layout, its tensor ranks, and these times its ranks that shard the state."""
 
 
-@made_quickly
 @dataclass(frozen=True)
 class MessageSeconds:
     """Seconds of the collectives of some operators for a micro-batch, without overlap."""

@@ -7,6 +7,7 @@ Every formula takes numbers or arrays: the planner bounds many layouts at once w
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import lru_cache, partial
 from math import log2
 from typing import Any, NamedTuple
@@ -16,7 +17,6 @@ from numpy.typing import NDArray
 
 from phalanx.config.layout import Layout
 from phalanx.cost.spec import Framework
-from phalanx.hashed import replace
 from phalanx.partition.derived import is_file, schedule_of
 from phalanx.schedule import catalogue
 from phalanx.schedule.schedule import Schedule

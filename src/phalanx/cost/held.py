@@ -19,7 +19,6 @@ from phalanx.config.layout import Layout
 from phalanx.config.model import ModelConfig
 from phalanx.cost.exposed import larger
 from phalanx.cost.spec import StepSpec
-from phalanx.hashed import made_quickly
 from phalanx.partition import derived
 from phalanx.partition.tensor_slices import head_tiles, is_tiled
 from phalanx.schedule import catalogue
@@ -432,7 +431,7 @@ def _fetched_ahead(schedule: Schedule, rank: int) -> tuple[FetchedAhead, ...]:
     def among(bits: int) -> frozenset[int]:
         return frozenset(place for place in range(most) if bits >> place & 1)
 
-    return _not_parts({FetchedAhead(back, place, among(one), among(other)) for back, place, one, other in found})
+    return _not_parts({FetchedAhead(*of, among(firsts), among(lasts)) for *of, firsts, lasts in found})
 
 
 def _not_parts(found: set[FetchedAhead]) -> tuple[FetchedAhead, ...]:
@@ -456,7 +455,6 @@ def _front(counts: Iterable[tuple[float, ...]], slices: int) -> tuple[tuple[floa
     return tuple(tuple(n / slices for n in one) for one in front)
 
 
-@made_quickly
 @dataclass(frozen=True)
 class Content:
     """The part of the model on a pipeline rank, or in one stage, in blocks of each kind."""

@@ -10,7 +10,7 @@ measured on it (`Accelerator.ceiling`).
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 from functools import lru_cache
 from math import ceil
 from typing import Any
@@ -19,7 +19,6 @@ from phalanx.blocks.operator import AttentionCore, MemoryBound, Operator, Produc
 from phalanx.config.cluster import Accelerator
 from phalanx.config.precision import PRODUCT_BYTES, SCALED
 from phalanx.cost.spec import Framework, FusedKernel, blended
-from phalanx.hashed import made_quickly, replace
 
 TILES = (
     (256, 128, 1.0),
@@ -167,7 +166,6 @@ HOST_BACKWARD = 1.6
 """Operations that the host launches backward per forward one: a product has two, and gradients are accumulated."""
 
 
-@made_quickly
 @dataclass(frozen=True)
 class Seconds:
     """Seconds of one part of a step, for one micro-batch on one rank, without communication."""

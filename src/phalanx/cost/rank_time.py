@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from math import ceil
 from operator import add, attrgetter, sub
@@ -19,7 +19,6 @@ from phalanx.cost.held import Content, ParameterCounts, block_parameters, parame
 from phalanx.cost.kernels import HOST_BACKWARD, Seconds, operator_seconds
 from phalanx.cost.spec import Graphs, StepSpec
 from phalanx.cost.step_state import exposed_swaps, fetch_seconds, interference, state_seconds, summing_seconds
-from phalanx.hashed import made_quickly, replace
 from phalanx.partition.derived import Mode, gathers_parameters, splits_backward, uniform_recompute
 from phalanx.partition.tensor_slices import head_tiles, is_tiled
 
@@ -93,7 +92,6 @@ SOCKET_DEVICES = 4
 """Devices of one processor of a node; the hosts of more tensor ranks launch kernels more slowly (across_sockets)."""
 
 
-@made_quickly
 @dataclass(frozen=True)
 class RankTime:
     """Seconds of one micro-batch on a rank, both passes."""

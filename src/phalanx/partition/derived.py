@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate, groupby, pairwise
 from typing import Any, Literal, NamedTuple, cast, get_args
@@ -16,7 +16,6 @@ from phalanx.config.layout import Layout, Recompute
 from phalanx.config.model import ModelConfig
 from phalanx.config.precision import FORMATS
 from phalanx.errors import JobError
-from phalanx.hashed import made_quickly, replace
 from phalanx.nearest import did_you_mean, divisors
 from phalanx.schedule import catalogue, file
 from phalanx.schedule.schedule import Schedule
@@ -26,7 +25,6 @@ DEFAULT_GLOBAL_BATCH = 16
 """Default sequences per step: independent of the layout, so that the loss curve is too."""
 
 
-@made_quickly
 @dataclass(frozen=True)
 class Batch:
     """The batch of one optimizer step, in sequences: global, micro-batch, accumulation and data ranks."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property, lru_cache
 from math import gcd
 from typing import Any, NamedTuple
@@ -23,7 +23,6 @@ from phalanx.cost.intervals import memory_factors
 from phalanx.cost.job_spec import framework_of, stages, step_spec
 from phalanx.cost.spec import Framework, StepSpec, as_used_by
 from phalanx.errors import JobError
-from phalanx.hashed import replace
 from phalanx.optimizers.entry import NOTHING_MORE, UpdateCosts
 from phalanx.partition.derived import DEFAULT_GLOBAL_BATCH, MODES, Batch, legal_hpz, legal_modes, solve
 from phalanx.partition.document_sample import DocumentSample

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, cached_property, lru_cache
 from typing import Any
 
@@ -38,7 +38,7 @@ from phalanx.cost.rank_time import around_time, half_times
 from phalanx.cost.spec import StepSpec
 from phalanx.cost.state_formulas import Shards
 from phalanx.cost.step_state import conversion_seconds, costs_of, groups, near_of, wire_widths
-from phalanx.hashed import Hashed, hashed_once, made_quickly, replace
+from phalanx.hashed import Hashed, hashed_once
 from phalanx.partition.derived import Batch, is_file, schedule_of
 from phalanx.plan.space import RECOMPUTE, PlanRequest, Scheduled, Space
 from phalanx.schedule import catalogue
@@ -79,7 +79,6 @@ Cut = dict[RankContents, tuple[int, int]]
 """The first rank with each different contents in a pipeline, and the number of such ranks."""
 
 
-@made_quickly
 @dataclass(frozen=True)
 class Pipelines:
     """Layouts with the same pipeline, one per column: pairs of a mesh and a micro-batch, with a recomputation."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from math import ceil
 from typing import Any
@@ -23,7 +23,6 @@ from phalanx.cost.held import ParameterCounts, content_of, stages_of_case, table
 from phalanx.cost.rank_time import RankTime, held_by, rank_time
 from phalanx.cost.spec import StepSpec
 from phalanx.errors import JobError
-from phalanx.hashed import replace
 from phalanx.partition.derived import gathers_parameters, is_file, schedule_of
 from phalanx.schedule import catalogue
 from phalanx.schedule.schedule import Schedule
