@@ -174,7 +174,7 @@ class Search:
         )
         order = np.flatnonzero(chosen & fits)
         order = order[np.argsort(self.pair_seconds[order], kind="stable")]
-        if below == inf:
+        if simulates or below == inf:
             self._seed(order, found, part)
         if simulates:
             found.restart()
