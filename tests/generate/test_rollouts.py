@@ -301,10 +301,13 @@ def test_ranks_with_other_experts_generate_with_all_of_them(ranks, job, line):
     assert curve(other) == pytest.approx(curve(one), rel=1e-9, abs=1e-12)
 
 
-@pytest.mark.parametrize("line", ["pp=2,micro_batch=1", *also_whole("dp_shard=2,micro_batch=1")])
-def test_generation_is_predicted_and_rehearsed(job, line):
+@pytest.mark.parametrize(
+    ("line", "new"),
+    [("pp=2,micro_batch=1", 400), *also_whole(("pp=2,micro_batch=1", 100), ("dp_shard=2,micro_batch=1", 400))],
+)
+def test_generation_is_predicted_and_rehearsed(job, line, new):
     """Memory at its fullest moment, the cache, equals the rehearsed program's; time grows with the new tokens alone."""
-    layout, grpo = parse(line), dataclasses.replace(job.train.grpo, group=16, max_new_tokens=400)
+    layout, grpo = parse(line), dataclasses.replace(job.train.grpo, group=16, max_new_tokens=new)
     wide = dataclasses.replace(job.model, d_model=64, seq_len=512, vocab_size=32)
     long = change(
         dataclasses.replace(job, model=wide, layout=layout), "train", precision="fp32", global_batch=32, grpo=grpo
@@ -319,7 +322,7 @@ def test_generation_is_predicted_and_rehearsed(job, line):
     specs = [step_spec(dataclasses.replace(long, cluster=cluster, train=one.train), 32) for one in (long, job)]
     made = [generation(spec) for spec in specs]
     assert made[0].cache == max(generation_bytes(specs[0], *of).cache for of in parts_of(specs[0]))
-    assert made[0].decoding_s > 50 * made[1].decoding_s
+    assert made[0].decoding_s > new / 8 * made[1].decoding_s
     parts = predict(specs[0]).parts
     assert parts.generation == (made[0].prompts_s + made[0].decoding_s) / grpo.updates
     assert parts.total == pytest.approx(sum(seconds for _, seconds in parts.items()))

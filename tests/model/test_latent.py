@@ -16,6 +16,7 @@ from torch.autograd.graph import saved_tensors_hooks
 import phalanx.model.documents
 from generate.texts import generate
 from model.kinds import ATTENTION_KINDS, KINDS, MOE_AND_MLA, STRUCTURE_KINDS, build, tokens
+from phalanx.blocks.attention import cache_columns
 from phalanx.config.model import MLA, ModelConfig, RopeScaling
 from phalanx.model.attention import CoreAttention, LatentAttention, visible
 from phalanx.model.cache import Cache
@@ -217,6 +218,18 @@ def test_a_cache_grows_and_moves_left_where_rewinding_leaves_columns_empty():
     for row, token, found in zip(rows, last, logits, strict=True):
         kept = torch.cat((row[:100] if len(row) < 302 else row, token))
         torch.testing.assert_close(found, transformer(kept[None])[0, -1], rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize(("prompt", "new", "capacity"), [(3, 300, 700), (256, 1, 700), (300, 1, 700), (300, 200, 500)])
+def test_a_cache_has_the_columns_that_are_predicted(prompt: int, new: int, capacity: int):
+    """Prompts longer than the first columns, too."""
+    keys, alone, batch = torch.zeros(1, 2, 1, 4), Cache(capacity), Cache(capacity)
+    alone.extend(0, keys.expand(1, 2, prompt, 4), keys.expand(1, 2, prompt, 4))
+    alone.length = prompt
+    batch.append(alone, copies=2)
+    for batch.length in range(prompt, prompt + new):
+        batch.extend(0, keys.expand(2, 2, 1, 4), keys.expand(2, 2, 1, 4))
+    assert {part.shape[2] for part in batch.tensors()} == {cache_columns(prompt + new, capacity)}
 
 
 def test_a_sequence_is_taken_out_of_a_batch():

@@ -22,6 +22,16 @@ from phalanx.blocks.residual import enter, leave, linear_weights, norm_kernels, 
 FIRST_COLUMNS, SPARE_COLUMNS = 256, 64
 """Columns of a KV cache at first, within its capacity, then twice as many, and so on; and those before all sequences,
 which rewinding may leave, that are tolerated before all move left."""
+
+
+def cache_columns(tokens: int, capacity: int) -> int:
+    """Returns the columns of a KV cache that has grown to so many tokens."""
+    found = FIRST_COLUMNS
+    while found < tokens:
+        found *= 2
+    return min(found, capacity + SPARE_COLUMNS)
+
+
 LEAST_RUN = 128
 """Fewest queries that are computed in one call, where there are as many."""
 CAPPED_RUNS = 8

@@ -10,7 +10,7 @@ from dataclasses import replace
 from math import ceil
 from typing import NamedTuple
 
-from phalanx.blocks.attention import FIRST_COLUMNS, SPARE_COLUMNS
+from phalanx.blocks.attention import cache_columns
 from phalanx.blocks.kinds import BlockKind, half_block
 from phalanx.config.job import GrpoOptions
 from phalanx.cost.communication import place
@@ -40,14 +40,6 @@ def texts_of(spec: StepSpec, options: GrpoOptions) -> tuple[int, int]:
     """Returns the prompts that one group of ranks completes, and the texts that grow at once."""
     prompts = ceil(spec.batch.global_batch / options.group / (spec.layout.data_ranks * spec.layout.cp))
     return prompts, min(prompts * options.group, options.max_batch)
-
-
-def columns(spec: StepSpec, tokens: int) -> int:
-    """Returns the columns of a cache that grew to so many tokens (model/cache.py)."""
-    found = FIRST_COLUMNS
-    while found < tokens:
-        found *= 2
-    return min(found, spec.model.seq_len + SPARE_COLUMNS)
 
 
 def position_bytes(spec: StepSpec, kind: BlockKind) -> float:
@@ -82,7 +74,7 @@ def generation_bytes(
     # One layer at a time moves when texts end: its new keys and values, and a copy of either on the way.
     positions = sum(size * many for size, many in each) + 1.5 * max((size for size, _ in each), default=0)
     logits = texts * spec.model.vocab_size * spec.width * (ends[1] or layout.pp > 1)
-    cache = texts * columns(spec, prompt + new - 1) * positions
+    cache = texts * cache_columns(prompt + new - 1, spec.model.seq_len) * positions
     return GenerationBytes(reference if options.beta else 0, cache, gathered * spec.width, logits)
 
 

@@ -12,9 +12,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
+from phalanx.blocks.attention import cache_columns
 from phalanx.blocks.kinds import half_block
 from phalanx.cost.communication import boundary_seconds, place
-from phalanx.cost.generation import columns, generating, generation_bytes, lengths, position_bytes, texts_of
+from phalanx.cost.generation import generating, generation_bytes, lengths, position_bytes, texts_of
 from phalanx.cost.held import Content, contents
 from phalanx.cost.kernels import operator_seconds, stream_seconds
 from phalanx.cost.rank_time import around_time, rank_time
@@ -101,9 +102,8 @@ def generation(spec: StepSpec) -> RolloutTime | None:
         _in_turn(generating(spec, 1, prompt), ranks, head=False) + around_time(one, Content((), False, True)).forward
     )
     each = max(1, texts // options.group)  # prompts whose texts grow together: all move when another's join them
-    moved = (
-        stream_seconds(device, texts * columns(spec, prompt) * positions) + each * layers * MERGE_KERNELS * launching
-    )
+    cached = texts * cache_columns(prompt, spec.model.seq_len) * positions
+    moved = stream_seconds(device, cached) + each * layers * MERGE_KERNELS * launching
     waves = [texts] * (prompts * options.group // texts) + [prompts * options.group % texts]
     micro = _in_turn(spec, ranks) * spec.batch.accumulation
     return RolloutTime(

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from phalanx.blocks.attention import cache_columns
 from phalanx.checkpoint.parts import Snapshot
 from phalanx.comm.axis import Pending
 from phalanx.comm.calls import Recording, TimedCall, recorded
@@ -23,7 +24,7 @@ from phalanx.config.cluster import DEVICE_TYPES
 from phalanx.config.clusters import ACCELERATORS, maker_of
 from phalanx.config.corpora import has_prompts
 from phalanx.config.job import Job
-from phalanx.cost.generation import columns, lengths, texts_of
+from phalanx.cost.generation import lengths, texts_of
 from phalanx.cost.job_spec import rank_spec
 from phalanx.data.loader import MicroBatch
 from phalanx.dryrun.recorder import OperationRecorder
@@ -231,7 +232,7 @@ def _generate(stepper: Stepper, vocab_size: int, dry: DryWorld) -> None:
         while cache.length <= last:  # of the passes only those in which the cache grows, and the last
             decoder.step("", [[0]] * texts)
             if cache.length < last:
-                cache.length = min(columns(spec, cache.length), last)
+                cache.length = min(cache_columns(cache.length, spec.model.seq_len), last)
             heartbeat.enter_module("")
             dry.mark("activations", cache.tensors())
         decoder.keep("", range(texts - 1))  # all but one have ended

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from phalanx.blocks.attention import FIRST_COLUMNS, SPARE_COLUMNS
+from phalanx.blocks.attention import SPARE_COLUMNS, cache_columns
 from phalanx.model.documents import Documents
 
 
@@ -106,8 +106,7 @@ class Cache:
     def _room(self, like: Tensor, end: int, old: tuple[Tensor, Tensor] | None, which: int) -> Tensor:
         """Returns room for at least `end` columns, with those that are filled."""
         batch, heads, _, size = like.shape
-        columns = max(end, FIRST_COLUMNS, 2 * old[which].shape[2] if old else 0)
-        made = like.new_empty(batch, heads, min(columns, self.capacity + SPARE_COLUMNS), size)
+        made = like.new_empty(batch, heads, cache_columns(end, self.capacity), size)
         if old:
             made[:, :, : self.length] = old[which][:, :, : self.length]
         return made
@@ -126,7 +125,7 @@ class Cache:
             made = []
             for which in (0, 1):
                 like = rows[0][0]._layers[layer][which]
-                columns = min(max(longest + 1, like.shape[2]), self.capacity + SPARE_COLUMNS)
+                columns = cache_columns(max(longest + 1, like.shape[2]), self.capacity)
                 tensor = like.new_zeros(len(rows), like.shape[1], columns, like.shape[3])
                 for (cache, first, length), (places, sources) in together.items():
                     source = cache._layers[layer][which][:, :, first : first + length]
