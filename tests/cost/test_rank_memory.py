@@ -22,7 +22,7 @@ from phalanx.config.model import ModelConfig
 from phalanx.config.precision import Products
 from phalanx.config.presets import PRESETS
 from phalanx.cost.frameworks import PROFILES
-from phalanx.cost.held import flights
+from phalanx.cost.in_flight import flights
 from phalanx.cost.prediction import predict
 from phalanx.cost.rank_memory import RankMemory, needed_bytes, step_memory
 from phalanx.cost.spec import Framework, StepSpec

@@ -10,7 +10,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate
 
 from phalanx.cost.block_memory import BlockBytes, BlockRun, StepSizes
-from phalanx.cost.held import FetchedAhead, gathered_outside, outside, table
+from phalanx.cost.held import gathered_outside, outside, table
+from phalanx.cost.in_flight import FetchedAhead
 from phalanx.cost.state_formulas import Shards
 from phalanx.partition.derived import gathers_parameters, is_copied, is_offloaded, near_ranks, wire_width
 

@@ -17,7 +17,6 @@ from phalanx.cost.compression import compression_bytes
 from phalanx.cost.fsdp_memory import FsdpMemory
 from phalanx.cost.generation import GenerationBytes, generation_bytes
 from phalanx.cost.held import (
-    Flight,
     LayerKind,
     kinds_of,
     outside,
@@ -25,8 +24,8 @@ from phalanx.cost.held import (
     placed,
     shards_of,
     table,
-    with_all_peaks,
 )
+from phalanx.cost.in_flight import Flight, with_all_peaks
 from phalanx.cost.matrices import bucket_ends, matrix_work
 from phalanx.cost.spec import StepSpec
 from phalanx.cost.state_formulas import Shards, StateBytes, overfull

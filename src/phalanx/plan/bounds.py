@@ -35,7 +35,8 @@ from phalanx.cost.exposed import (
     pass_seconds,
     window_seconds,
 )
-from phalanx.cost.held import Deferring, expert_ranks, flights
+from phalanx.cost.held import expert_ranks
+from phalanx.cost.in_flight import Deferring, flights
 from phalanx.cost.job_spec import stages
 from phalanx.cost.rank_time import HOST_OPS, handling_seconds, starts_again
 from phalanx.cost.state_formulas import StateBytes, overfull

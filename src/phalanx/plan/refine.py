@@ -19,7 +19,8 @@ from phalanx.blocks.kinds import BlockKind, block_kinds
 from phalanx.config.layout import Layout
 from phalanx.cost.block_memory import KeptBytes
 from phalanx.cost.communication import group
-from phalanx.cost.held import Content, Flight, LayerKind, parameter_counts, shards_of, stages_of_case
+from phalanx.cost.held import Content, LayerKind, parameter_counts, shards_of, stages_of_case
+from phalanx.cost.in_flight import Flight
 from phalanx.cost.prediction import step_parts
 from phalanx.cost.rank_memory import StepParts, needed_bytes, step_memory
 from phalanx.cost.rank_time import rank_time
