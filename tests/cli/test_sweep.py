@@ -80,7 +80,7 @@ def test_exit_codes(capsys):
     assert "tp=5" in said
     assert "tp=7" in said
     assert "Traceback" not in said
-    others = ["--tokens", "1T", "--picture", "layout", "--largest", "80", "--table", "x.csv"]
+    others = ["--tokens", "1T", "--svg", "x.svg", "--picture", "layout", "--largest", "80", "--table", "x.csv"]
     assert main(["predict", *JOB, "--sweep", "micro_batch=1,2", *others]) == 2
     assert "--sweep excludes --largest, --picture, --table, --tokens" in capsys.readouterr().err
 
