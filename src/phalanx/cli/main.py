@@ -227,8 +227,7 @@ def run(argv: Sequence[str]) -> int:
         return 0
     verb, *rest = argv
     if verb not in VERBS:
-        meant = nearest(verb, VERBS)
-        meant = ELSEWHERE.get(verb, meant)
+        meant = ELSEWHERE.get(verb) or nearest(verb, VERBS)
         hint = f"did you mean `phalanx {meant}`?" if meant else f"the verbs are: {', '.join(VERBS)}"
         if verb.endswith((".yaml", ".yml")):
             hint = f"put the verb first: `phalanx train {verb}`"

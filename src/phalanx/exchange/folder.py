@@ -112,11 +112,8 @@ def open_folder(paths: Sequence[Path], ignored: Sequence[str] = (), base: Path |
     if adapter and (base or config is None):
         return _with_base(adapter, files, ignored, base or adapter.local_base)
     if config is None:
-        own = (
-            "; it is a run already: model.from, generate and export take it"
-            if (paths[0] / "config.yaml").exists()
-            else ""
-        )
+        is_run = (paths[0] / "config.yaml").exists()
+        own = "; it is a run already: model.from, generate and export take it" * is_run
         raise CheckpointError(f"{', '.join(map(str, paths))}: there is no {CONFIG}, which describes the model{own}")
     try:
         described = config_json.read_file(config, ignored)

@@ -56,8 +56,8 @@ ROW_BLOCK = 1_000_000
 FIRST_TIMED = 128
 """Layouts whose schedules' programs are run first, those with the lowest bounds; then twice as many, and so on."""
 LINK = 0.02
-"""Share of a step in which a link sends from which on the schedule is run with messages before a prediction: they are
-hidden where they take less."""
+"""A schedule is run with its messages before a layout is predicted where a link sends for more than this share of a
+step: below it they are hidden."""
 LEAN_BLOCK, LEAN_PAIRS, LEAN_LAYOUTS = 64, 256, 1200
 """Pairs at a time, most pairs and most layouts that are examined for the one that needs the least memory."""
 GAIN = 0.995

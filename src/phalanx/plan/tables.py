@@ -116,9 +116,11 @@ class Pipelines:
     hop: Floats
     """Seconds of a message from a stage to the next."""
     near: Floats
-    """The same of one inside a node; 0 without any. Then the same between nodes, and the stages of one node."""
+    """Seconds of one inside a node; 0 where no two stages share one."""
     far: Floats
+    """Seconds of one between nodes; 0 within one."""
     together: NDArray[np.int64]
+    """Stages of one node."""
 
     @cached_property
     def kinds(self) -> list[BlockKind]:

@@ -79,9 +79,7 @@ def _problems(disturbance: Disturbance, spec: StepSpec) -> Iterator[str]:
     for axis, factor in disturbance.axes:
         if axis not in AXES:
             yield f"--slow-link {axis}={factor:g}: axes are {', '.join(AXES)}; between pipeline ranks: 2-3={factor:g}"
-        elif (
-            max(spec.layout.data_ranks, spec.layout.shard_ranks) if axis == "dp" else getattr(spec.layout, axis)
-        ) == 1:
+        elif (spec.layout.data_ranks * spec.layout.cp if axis == "dp" else getattr(spec.layout, axis)) == 1:
             yield f"--slow-link {axis}={factor:g}: the layout has one rank along {axis}"
     given = [(f"--straggler {rank}", factor) for rank, factor in disturbance.slow]
     given += [(f"--slow-link {one}-{other}", factor) for (one, other), factor in disturbance.links]
