@@ -103,7 +103,7 @@ reference: setup ## write docs/reference/job.md, docs/reference/cli.md and docs/
 lint: setup ## check style, format and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/basedpyright
+	$(BIN)/pyrefly check --progress-bar no
 
 format: setup ## put the code into the common format
 	$(BIN)/ruff check --fix --quiet .

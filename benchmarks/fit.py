@@ -54,7 +54,7 @@ class Fit:
             found = brentq(miss, low, high, xtol=PRECISION)
         else:  # no value between them does: the nearer end
             found = min(low, high, key=lambda end: abs(miss(end)))
-        self.values[line] = line.value * math.exp(found)  # pyright: ignore[reportArgumentType]
+        self.values[line] = line.value * math.exp(found)
 
     def ratio(self, line: FittedValue) -> float:
         """Returns the median of predicted over measured step times of a line's rows."""

@@ -168,7 +168,7 @@ def _attribute(kind: type, name: str) -> tuple[str, str, str]:
         found = f"{name}({shown})", str(signature.return_annotation), value.__doc__
     elif isinstance(value, property | cached_property):
         getter = value.fget if isinstance(value, property) else value.func
-        found = name, str(inspect.signature(getter).return_annotation), value.__doc__  # pyright: ignore[reportArgumentType]
+        found = name, str(inspect.signature(getter).return_annotation), value.__doc__
     else:
         kind = next((base for base in kind.__mro__ if name in inspect.get_annotations(base)), kind)
         annotation = inspect.get_annotations(kind).get(name, "")  # of a NamedTuple a ForwardRef

@@ -45,9 +45,9 @@ class DeviceTensor(torch.Tensor):
     """A tensor on the GPU."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl
-    device = property(lambda _: CUDA)  # pyright: ignore[reportAssignmentType]
-    is_cuda = property(lambda _: True)  # pyright: ignore[reportAssignmentType]
-    is_cpu = property(lambda _: False)  # pyright: ignore[reportAssignmentType]
+    device = property(lambda _: CUDA)
+    is_cuda = property(lambda _: True)
+    is_cpu = property(lambda _: False)
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -67,10 +67,10 @@ class DeviceTensor(torch.Tensor):
             return aten._to_copy.default(self, device=place, **kwargs)
         return super().to(kwargs.pop("dtype", self.dtype), **kwargs)
 
-    def cpu(self) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def cpu(self) -> Tensor:
         return self.to(CPU)
 
-    def new_tensor(self, data: Any, **options: Any) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def new_tensor(self, data: Any, **options: Any) -> Tensor:
         return torch.tensor(data, **{"dtype": self.dtype, "device": CUDA, **options})
 
     def tolist(self) -> Any:
@@ -79,7 +79,7 @@ class DeviceTensor(torch.Tensor):
     def numpy(self, *, force: bool = False) -> Any:
         raise TypeError("can't convert cuda:0 device type tensor to numpy")
 
-    def record_stream(self, stream: Stream) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def record_stream(self, stream: Stream) -> None:
         assert isinstance(stream, Stream)
 
     def __format__(self, spec: str) -> str:

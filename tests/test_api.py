@@ -155,7 +155,7 @@ def test_a_notebook_shows_a_verification_and_escapes_what_failed():
             return f"Not equal: {how_many}"
 
     case = SimpleNamespace(ok=False, seconds=1.0, title="tp=2", complaint=lambda: "'</iframe><script>alert(1)</script>")
-    page = shown(Report(SimpleNamespace(not_compared=list), 2, [case]))  # pyright: ignore[reportArgumentType]
+    page = shown(Report(SimpleNamespace(not_compared=list), 2, [case]))
     assert "Not equal: 1 of 1 layout" in page
     assert "tp=&lt;b&gt;2&lt;/b&gt;" in page
     assert "&#x27;&lt;/iframe&gt;&lt;script&gt;alert(1)" in page

@@ -43,7 +43,7 @@ def test_a_complete_entry_has_no_problems():
 
 def test_a_constructor_names_every_missing_unknown_and_wrong_fact():
     with pytest.raises(ExtensionError) as caught:
-        Entry("", kind="three", titel="x", ratoi=2)  # pyright: ignore[reportCallIssue, reportArgumentType]
+        Entry("", kind="three", titel="x", ratoi=2)
     known = "(known: title, cost, kind, code, ratio, flag, names, more, inner)"
     assert caught.value.problems == [
         "Entry states too little; missing: cost, code",
@@ -56,9 +56,9 @@ def test_a_constructor_names_every_missing_unknown_and_wrong_fact():
 
 def test_a_constructor_refuses_a_fact_stated_twice_and_too_many():
     with pytest.raises(ExtensionError, match="title is stated twice"):
-        Entry("a", len, "one", len, title="b")  # pyright: ignore[reportCallIssue]
+        Entry("a", len, "one", len, title="b")
     with pytest.raises(ExtensionError, match="10 facts without a name; it has 9"):
-        Entry("a", lambda n, x: x, "one", len, 1.0, False, (), None, Inner(), 5)  # pyright: ignore[reportCallIssue]
+        Entry("a", lambda n, x: x, "one", len, 1.0, False, (), None, Inner(), 5)
 
 
 @pytest.mark.parametrize(
@@ -83,7 +83,7 @@ def test_a_constructor_refuses_a_fact_stated_twice_and_too_many():
     ],
 )
 def test_a_fact_of_the_wrong_kind_is_named(changed: dict[str, object], message: str):
-    found = list(facts.problems(replace(GOOD, **changed)))  # pyright: ignore[reportArgumentType]
+    found = list(facts.problems(replace(GOOD, **changed)))
     with pytest.raises(ValueError, match=message):
         raise ValueError(*found)
     assert len(found) == 1

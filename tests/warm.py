@@ -327,7 +327,7 @@ def _read_fields(of: type) -> None:
     fields.constraints(of)
     for kind in fields.children(of).values():
         if dataclasses.is_dataclass(kind):
-            _read_fields(kind)  # pyright: ignore[reportArgumentType]
+            _read_fields(kind)
 
 
 def _with_own_server(start: Start) -> Start:
@@ -365,7 +365,7 @@ def _main() -> None:
     _read_fields(Job)
     assert not registry._loading.begun, "a module that is imported looks for packages that extend Phalanx"
     sys.path.pop(0)  # this folder
-    for each in weakref.finalize._registry:  # pyright: ignore[reportAttributeAccessIssue]
+    for each in weakref.finalize._registry:
         each.atexit = False  # at its end torch would forget its operators one by one: a third of a small fork's seconds
     gc.freeze()  # exempts the imports from garbage collection, which would copy their pages in every fork
     start = _serve(channel)

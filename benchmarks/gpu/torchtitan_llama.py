@@ -123,8 +123,8 @@ def _mean_loss(logits: Tensor, targets: Tensor) -> Tensor:
 def model(dim: int, layers: int, heads: int, kv_heads: int, hidden: int, vocab: int, seq_len: int) -> nn.Module:
     """Returns torchtitan's Llama of a shape, on the meta device."""
     prepare()
-    from torchtitan.models.llama3.model.args import TransformerModelArgs  # pyright: ignore[reportMissingImports]
-    from torchtitan.models.llama3.model.model import Transformer  # pyright: ignore[reportMissingImports]
+    from torchtitan.models.llama3.model.args import TransformerModelArgs
+    from torchtitan.models.llama3.model.model import Transformer
 
     shape = {"dim": dim, "n_layers": layers, "n_heads": heads, "n_kv_heads": kv_heads}
     widths = {"multiple_of": 1, "ffn_dim_multiplier": (hidden + 0.5) / int(2 * 4 * dim / 3)}
@@ -138,12 +138,12 @@ def model(dim: int, layers: int, heads: int, kv_heads: int, hidden: int, vocab: 
 
 def shard(model: nn.Module, mesh: DeviceMesh, dtype: torch.dtype) -> None:
     """Applies torchtitan's FSDP2 to `model` and gives it its initial weights."""
-    from torchtitan.models.llama3.infra.parallelize import apply_fsdp  # pyright: ignore[reportMissingImports]
+    from torchtitan.models.llama3.infra.parallelize import apply_fsdp
 
     apply_fsdp(model, mesh, param_dtype=dtype, reduce_dtype=torch.float32, pp_enabled=False)
     model.to_empty(device=mesh.device_type)
     with torch.no_grad():
-        model.init_weights(buffer_device=torch.device(mesh.device_type))  # pyright: ignore[reportCallIssue]
+        model.init_weights(buffer_device=torch.device(mesh.device_type))
 
 
 def make(options: argparse.Namespace) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -153,8 +153,8 @@ def make(options: argparse.Namespace) -> tuple[nn.Module, torch.optim.Optimizer]
     o = options
     llama = model(o.width, o.layers, o.heads, o.kv_heads, o.hidden, o.vocab, o.seq_len)
     if options.compile:
-        from torchtitan.config.job_config import Compile  # pyright: ignore[reportMissingImports]
-        from torchtitan.models.llama3.infra.parallelize import apply_compile  # pyright: ignore[reportMissingImports]
+        from torchtitan.config.job_config import Compile
+        from torchtitan.models.llama3.infra.parallelize import apply_compile
 
         apply_compile(llama, Compile(enable=True, components=["model", "loss"]))
     mesh = init_device_mesh(options.device, (1,), mesh_dim_names=("fsdp",))

@@ -31,15 +31,15 @@ class NoStates:
 
 def build(job: Job) -> torch.nn.Module:
     """Returns this rank's part of the job's model."""
-    from megatron.core import parallel_state, tensor_parallel  # pyright: ignore[reportMissingImports]
-    from megatron.core.fusions import fused_softmax  # pyright: ignore[reportMissingImports]
-    from megatron.core.models.gpt import GPTModel  # pyright: ignore[reportMissingImports]
-    from megatron.core.models.gpt.gpt_layer_specs import (  # pyright: ignore[reportMissingImports]
+    from megatron.core import parallel_state, tensor_parallel
+    from megatron.core.fusions import fused_softmax
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import (
         get_gpt_layer_local_spec,
     )
-    from megatron.core.transformer.transformer_config import TransformerConfig  # pyright: ignore[reportMissingImports]
+    from megatron.core.transformer.transformer_config import TransformerConfig
 
-    torch.cuda.current_device = lambda: torch.device("cpu")  # pyright: ignore[reportAttributeAccessIssue]
+    torch.cuda.current_device = lambda: torch.device("cpu")
     fused_softmax.get_default_causal_mask = functools.cache(lambda size: torch.ones(size, size).triu(1).bool())
     tensor_parallel.random._CUDA_RNG_STATE_TRACKER = NoStates()
     tensor_parallel.random._CUDA_RNG_STATE_TRACKER_INITIALIZED = True

@@ -63,13 +63,13 @@ class Loader:
 
 def step_of(job: Job, way: str) -> harness.Step:
     """Returns one step, on the ranks of the default group."""
-    import picotron.process_group_manager as pgm  # pyright: ignore[reportMissingImports]
-    from picotron.context_parallel.context_parallel import (  # pyright: ignore[reportMissingImports]
+    import picotron.process_group_manager as pgm
+    from picotron.context_parallel.context_parallel import (
         apply_context_parallel,
     )
-    from picotron.data_parallel.data_parallel import DataParallelBucket  # pyright: ignore[reportMissingImports]
-    from picotron.model import Llama  # pyright: ignore[reportMissingImports]
-    from picotron.pipeline_parallel.pipeline_parallel import (  # pyright: ignore[reportMissingImports]
+    from picotron.data_parallel.data_parallel import DataParallelBucket
+    from picotron.model import Llama
+    from picotron.pipeline_parallel.pipeline_parallel import (
         PipelineParallel,
         train_step_pipeline_1f1b,
     )

@@ -85,7 +85,7 @@ def _attend(
     """Computes CoreAttention, without dropout and documents."""
     assert noise is None, "torch's ring has no dropout"
     assert documents is None, "nor documents"
-    return _Ring.apply(q, k, v, group, rotation)  # pyright: ignore[reportReturnType]
+    return _Ring.apply(q, k, v, group, rotation)
 
 
 class _Ring(torch.autograd.Function):

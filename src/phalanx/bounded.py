@@ -125,7 +125,7 @@ def field(entry: Any, name: str, kind: type[T]) -> T:
         raise ValueError(f"expected an object with {name!r}, found {type(entry).__name__}")
     value = entry.get(name)
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)  # pyright: ignore[reportReturnType]
+        return float(value)  # pyrefly: ignore[bad-return]
     if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
         raise ValueError(f"{name!r} is {type(value).__name__}, expected {kind.__name__}")
     return value

@@ -92,7 +92,7 @@ class Registry(Mapping[str, T]):
         """`kind` is the entries' kind in messages, such as "schedule"; `check` judges those that are added later, and
         the tests the project's own."""
         self.kind, self._check = kind, check
-        self._entries = dict(entries) if isinstance(entries, dict) else ChainMap({}, entries)  # pyright: ignore[reportArgumentType] -- read when asked for
+        self._entries = dict(entries) if isinstance(entries, dict) else ChainMap({}, entries)  # pyrefly: ignore[bad-argument-type] -- read when asked for
         self._packages: dict[str, Package | None] = {}
 
     def add(self, name: str, entry: T) -> None:

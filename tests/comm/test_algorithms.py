@@ -415,7 +415,7 @@ def test_runs_in_a_group_and_keeps_the_shape(ranks):
 
 
 def refuse(ranks, program: CollectiveProgram, tensor: Tensor, reduction: str) -> None:
-    execute(program, tensor, reduction)  # pyright: ignore[reportArgumentType]  # the wrong one is the test
+    execute(program, tensor, reduction)  # the wrong one is the test
 
 
 @pytest.mark.parametrize(

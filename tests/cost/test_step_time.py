@@ -36,7 +36,7 @@ def spec(
     products: str = "bf16",
 ) -> StepSpec:
     shape = replace(PRESETS[model], vocab_size=PRESETS[model].vocab_size or 256)
-    return StepSpec(shape, cluster_of(cluster), layout, batch.solve(sequences, layout), products, 2, framework)  # pyright: ignore[reportArgumentType]
+    return StepSpec(shape, cluster_of(cluster), layout, batch.solve(sequences, layout), products, 2, framework)
 
 
 LAYOUTS = st.builds(

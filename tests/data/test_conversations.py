@@ -167,7 +167,7 @@ def test_a_stopped_preparation_goes_on(data: Data, monkeypatch: pytest.MonkeyPat
     def failing(*arguments: object) -> object:
         if next(calls) == 2:
             raise KeyboardInterrupt
-        return encode_rows(*arguments)  # pyright: ignore[reportArgumentType]
+        return encode_rows(*arguments)
 
     monkeypatch.setattr(module, "encode_rows", failing)
     with pytest.raises(KeyboardInterrupt):

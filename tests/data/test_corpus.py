@@ -39,7 +39,7 @@ from phalanx.evaluate.text import ScoredText, read_text
 
 
 def read(path: Path, **settings: object) -> list[Segment]:
-    data = Data(corpus="text", path=str(path), **settings)  # pyright: ignore[reportArgumentType]
+    data = Data(corpus="text", path=str(path), **settings)
     return list(segments(sources(data), data))
 
 

@@ -212,7 +212,7 @@ def test_preparing_goes_on_where_it_stopped(mix: Data, monkeypatch: pytest.Monke
         calls.append(data.path)
         if len(calls) == 3:
             raise KeyboardInterrupt
-        build(folder, data, *rest)  # pyright: ignore[reportArgumentType]
+        build(folder, data, *rest)
 
     monkeypatch.setattr(module, "_build_text", failing)
     with pytest.raises(KeyboardInterrupt):

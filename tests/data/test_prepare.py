@@ -369,7 +369,7 @@ def test_unknown_names() -> None:
 
 def test_names_can_be_read(tmp_path: Path) -> None:
     def name(**settings: object) -> str:
-        path = prepared_path(Data(dir="d", **settings))  # pyright: ignore[reportArgumentType]
+        path = prepared_path(Data(dir="d", **settings))
         assert path.parent == Path("d")
         return path.name.rsplit("-", 1)[0]
 
@@ -394,7 +394,7 @@ def test_names_can_be_read(tmp_path: Path) -> None:
     ],
 )
 def test_what_shapes_the_tokens_changes_the_folder(base: Data, changed: dict[str, object]) -> None:
-    other = replace(base, **changed)  # pyright: ignore[reportArgumentType]
+    other = replace(base, **changed)
     assert prepared_path(base) != prepared_path(other)
 
 
@@ -407,7 +407,7 @@ def test_what_shapes_the_tokens_changes_the_folder(base: Data, changed: dict[str
     ],
 )
 def test_what_does_not_shape_them_does_not(base: Data, changed: dict[str, object]) -> None:
-    assert prepared_path(base) == prepared_path(replace(base, **changed))  # pyright: ignore[reportArgumentType]
+    assert prepared_path(base) == prepared_path(replace(base, **changed))
 
 
 def test_another_python_has_another_stdlib(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -196,9 +196,9 @@ def test_verify_shrinks_it_and_the_planner_plans_it(capsys):
 
 def test_a_kind_that_states_too_little_is_refused():
     with pytest.raises(ExtensionError, match=r"missing: title, source, operators, module, cores"):
-        AttentionKind()  # pyright: ignore[reportCallIssue]
+        AttentionKind()
     with pytest.raises(ExtensionError, match=r"missing: title, source, operators, module, width"):
-        FeedForwardKind()  # pyright: ignore[reportCallIssue]
+        FeedForwardKind()
 
 
 @pytest.mark.parametrize(

@@ -155,13 +155,13 @@ def _clean() -> Iterator[None]:
 
 def refused(name: str, entry: object) -> list[str]:
     with pytest.raises(ExtensionError) as caught:
-        extend.axis(name, entry)  # pyright: ignore[reportArgumentType]
+        extend.axis(name, entry)
     return [problem.removeprefix(f"axis {name!r}: ") for problem in caught.value.problems]
 
 
 def test_one_that_states_too_little_or_contradicts_itself_is_refused_with_every_problem():
     with pytest.raises(ExtensionError, match="AxisEntry states too little; missing: title, source, cuts$"):
-        extend.AxisEntry()  # pyright: ignore[reportCallIssue]
+        extend.AxisEntry()
     assert refused("rings", replace(GOOD, options=None)) == [
         "options are missing: a frozen dataclass of its fields in a job"
     ]

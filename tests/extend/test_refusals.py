@@ -182,7 +182,7 @@ def texts(files: object, data: object) -> list[list[str]]:
     ],
 )
 def test_a_corpus_states_its_text_or_its_tokens(changed: dict[str, object], found: list[str]):
-    entry = replace(CorpusEntry("mine", "me", documents=texts), **changed)  # pyright: ignore[reportArgumentType]
+    entry = replace(CorpusEntry("mine", "me", documents=texts), **changed)
     for problem, start in zip(refused("corpus", "mine", entry), found, strict=True):
         assert problem.startswith(start)
 

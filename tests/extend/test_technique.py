@@ -148,14 +148,14 @@ def _clean() -> Iterator[None]:
 
 def refused(name: str, entry: object) -> list[str]:
     with pytest.raises(ExtensionError) as caught:
-        extend.technique(name, entry)  # pyright: ignore[reportArgumentType]
+        extend.technique(name, entry)
     assert name not in TECHNIQUES or name in OWN
     return [problem.removeprefix(f"technique {name!r}: ") for problem in caught.value.problems]
 
 
 def test_one_that_states_too_little_or_contradicts_itself_is_refused_with_every_problem():
     with pytest.raises(ExtensionError, match="Technique states too little; missing: title, source, is_on$"):
-        extend.Technique()  # pyright: ignore[reportCallIssue]
+        extend.Technique()
     assert refused("twice", replace(GOOD, options=None)) == [
         "options are missing: a frozen dataclass of its fields in a job"
     ]

@@ -27,7 +27,7 @@ def start() -> Iterator[Callable[..., StateMemory]]:
         def start(towards: str = "127.0.0.1") -> StateMemory:
             folder = Path(held.enter_context(tempfile.TemporaryDirectory(dir="/dev/shm", prefix="phalanx_test_")))
             memory = held.enter_context(StateMemory(folder / "state", towards, lambda: KEY, 5.0, told.append))
-            memory.told = told  # pyright: ignore[reportAttributeAccessIssue]
+            memory.told = told
             return memory
 
         yield start

@@ -72,7 +72,7 @@ def test_a_device_is_measured_and_fitted(few):
     bar = [state for state in shown if state[2]]
     assert bar[-1][1] == bar[-1][2] == len(bar)
     assert all("rounds differ by" in text for text, _, total in shown if not total)
-    device, rows = measured.fit()
+    device, rows = measured.fitted()
     assert device.fp32_tflops > 0
     assert device.bandwidth_gbs > 0
     assert device.launch_us > 0
@@ -90,7 +90,7 @@ def test_a_device_is_measured_and_fitted(few):
 
 
 def test_16_bits_are_measured_as_such(few):
-    device, _ = measure(None, "bf16").fit()
+    device, _ = measure(None, "bf16").fitted()
     assert (device.bf16_tflops > 0, device.fp32_tflops) == (True, 0)
 
 
@@ -119,14 +119,14 @@ def test_ranks_that_measure_together_agree(ranks, monkeypatch):
     one, other = ranks(measure_few, 2)
     assert one == other
     assert (one.sharing.processes, one.sharing.alone_products > 0, one.sharing.alone_streams > 0) == (2, True, True)
-    shared = one.fit_sharing(one.fit()[0])
+    shared = one.fit_sharing(one.fitted()[0])
     for fitted, measured in (
         (shared.alone_products, one.sharing.alone_products),
         (shared.alone_streams, one.sharing.alone_streams),
     ):
         assert 1.0 <= fitted <= max(1.0, measured)
     assert not WHOLE or min(one.small_block) > 0  # so small that noise may exceed them
-    assert replace(one, small_block=(1e-3, -1e-6)).fit_sharing(one.fit()[0]) == one.sharing
+    assert replace(one, small_block=(1e-3, -1e-6)).fit_sharing(one.fitted()[0]) == one.sharing
     assert one.base.memory_gib == pytest.approx(compute.look_up(CPU, 1).memory_gib / 2, rel=1e-6)
 
 

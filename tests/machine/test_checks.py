@@ -19,8 +19,8 @@ def test_files_of_the_kernel(tmp_path):
     write(tmp_path, "/proc/some", "text")
     assert machine(tmp_path).read("/proc/some") == "text"
     assert machine(tmp_path).read("/proc/other", "nothing") == "nothing"
-    assert machine(tmp_path).list("/proc") == ["some"]
-    assert machine(tmp_path).list("/sys") == []
+    assert machine(tmp_path).names_in("/proc") == ["some"]
+    assert machine(tmp_path).names_in("/sys") == []
 
 
 def test_a_program_that_leaves_a_child_behind_does_not_hang_the_caller(tmp_path):

@@ -86,7 +86,7 @@ class Buffer:
 
 def with_stand_in() -> Any:
     module = ModuleType("deep_ep")
-    module.Buffer = Buffer  # pyright: ignore[reportAttributeAccessIssue]
+    module.Buffer = Buffer
     return mock.patch.dict(sys.modules, {"deep_ep": module})
 
 

@@ -151,7 +151,7 @@ def test_the_kernel_computes_what_is_emulated(scaling):
 def test_a_gpu_s_kernel_gets_factors_in_the_layout_that_it_takes(scaling, tokens, monkeypatch):
     """torch checks layouts, sizes and scales of tensors on a GPU, here of fake ones."""
     calls = list[tuple[tuple[int, ...], tuple[int, ...], torch.dtype, torch.dtype, bool]]()
-    real: Any = torch._scaled_mm  # pyright: ignore[reportPrivateImportUsage]
+    real: Any = torch._scaled_mm
 
     def seen(a: Tensor, b: Tensor, *scales: Tensor, **options: Any):
         calls.append((tuple(a.shape), tuple(b.shape), a.dtype, b.dtype, options["use_fast_accum"]))
@@ -306,7 +306,7 @@ def test_no_tensor_in_fp32_is_as_large_as_the_rows():
 @pytest.mark.parametrize("given", [True, False])
 def test_a_gpu_s_kernel_gets_experts_in_the_layout_that_it_takes(given, monkeypatch):
     calls = list[tuple[tuple[int, ...], ...]]()
-    real: Any = torch._scaled_grouped_mm  # pyright: ignore[reportPrivateImportUsage]
+    real: Any = torch._scaled_grouped_mm
 
     def seen(*factors: Tensor, **options: Any):
         calls.append(tuple(tuple(each.shape) for each in (*factors, options["offs"])))

@@ -609,7 +609,7 @@ def test_every_pair_meets_once_in_an_order_that_all_ranks_share(name):
         pairs = {(rank, target) for rank, _, target, _ in needs(schedule)}
         for rank in range(schedule.ranks):
             lane = Noted(rank)
-            end = Transfers(schedule, rank, lane, lane)  # pyright: ignore[reportArgumentType]
+            end = Transfers(schedule, rank, lane, lane)
             end.connect(torch.device("cpu"))
             assert end.pairs == pairs
             assert lane.calls == [pair for pair in sorted(pairs) if rank in pair]

@@ -399,7 +399,7 @@ def test_slices_compute_what_whole_sequences_do(shape, recomputed, slices):
     expected = gradients(objective)
     earlier, losses = Earlier(), []
     for number in range(slices):
-        part = micro.slice(number, slices)
+        part = micro.sliced(number, slices)
         earlier.begin(number)
         losses.append(objective(part, ALL, None, earlier))
         earlier.end()
@@ -417,7 +417,7 @@ def test_a_slice_is_given_up_after_its_backward_pass():
     objective, micro, earlier = objective_of(GPT), micro_of(GPT), Earlier()
     losses = []
     for number in range(3):
-        part = micro.slice(number, 3)
+        part = micro.sliced(number, 3)
         earlier.begin(number)
         losses.append(objective(replace(part, noise=None), ALL, None, earlier))
         earlier.end()
@@ -431,8 +431,8 @@ def test_a_slice_is_given_up_after_its_backward_pass():
 
 def test_a_micro_batch_is_cut_into_equal_slices():
     micro = micro_of(LLAMA)
-    parts = [micro.slice(number, 4) for number in range(4)]
+    parts = [micro.sliced(number, 4) for number in range(4)]
     assert torch.equal(torch.cat([part.tokens for part in parts], 1), micro.tokens)
     assert torch.equal(torch.cat([part.targets for part in parts], 1), micro.targets)
     assert torch.equal(torch.cat([part.positions for part in parts]), micro.positions)
-    assert micro.slice(0, 1) is micro
+    assert micro.sliced(0, 1) is micro

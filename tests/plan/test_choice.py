@@ -154,7 +154,7 @@ def test_a_subspace_never_beats_its_space(space: tuple[str, str, int], subspaces
 
 
 def _made(seconds: float, **fields: object) -> Candidate:
-    return replace(candidate(Layout(micro_batch=1, **fields), 64), seconds=seconds)  # pyright: ignore[reportArgumentType]
+    return replace(candidate(Layout(micro_batch=1, **fields), 64), seconds=seconds)
 
 
 def test_another_kind_has_to_win_by_more_than_the_band() -> None:

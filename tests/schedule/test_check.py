@@ -36,7 +36,7 @@ def line(*programs: str, micro_batches: int = 2, placements: tuple[tuple[int, ..
 
 
 def action(word: str) -> Action:
-    return Action(word[1], int(word[0]), int(word[2:]))  # pyright: ignore[reportArgumentType]
+    return Action(word[1], int(word[0]), int(word[2:]))
 
 
 def with_program(schedule: Schedule, rank: int, program: list[Action]) -> Schedule:

@@ -150,14 +150,14 @@ def test_a_true_entry_has_no_problems():
     ],
 )
 def test_a_contradiction_is_named(changed: dict[str, object], message: str):
-    found = list(entry_problems("1f1b", replace(ENTRY, **changed)))  # pyright: ignore[reportArgumentType]
+    found = list(entry_problems("1f1b", replace(ENTRY, **changed)))
     with pytest.raises(ValueError, match=message):
         raise ValueError(found)
 
 
 def test_a_program_that_cannot_be_built_is_named():
     with pytest.raises(ExtensionError, match="^2 ranks, 1 micro-batches: build failed: TypeError"):
-        list(entry_problems("1f1b", replace(ENTRY, build=lambda p: p)))  # pyright: ignore[reportArgumentType]
+        list(entry_problems("1f1b", replace(ENTRY, build=lambda p: p)))
 
 
 def test_every_contradiction_is_named_at_once():

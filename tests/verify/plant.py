@@ -73,7 +73,7 @@ def edited(bug: Bug) -> CodeType:
     definition.decorator_list = []
     if "__class__" in function.__code__.co_freevars:  # for super()
         around = ast.parse("class Around: pass")
-        around.body[0].body = [definition]  # pyright: ignore[reportAttributeAccessIssue]
+        around.body[0].body = [definition]
         tree = around
     code = _named(compile(tree, f"planted in {bug.target}", "exec"), function.__name__)
     if code.co_freevars != function.__code__.co_freevars:

@@ -275,7 +275,7 @@ def test_what_is_wrong_both_ways_differs_from_transformers_and_is_named(fault, t
     model = small(name, n_kv_heads=4, head_dim=0, vocab_size=60)
     write_folder(tmp_path / "hf", model, tokens=0)
     kind = COUNTERPARTS[name].model_type
-    monkeypatch.setitem(WEIGHTS, kind, mutated(WEIGHTS[kind], change))  # pyright: ignore[reportArgumentType]
+    monkeypatch.setitem(WEIGHTS, kind, mutated(WEIGHTS[kind], change))
     (problem,) = prove(tmp_path / "hf").problems
     assert problem.startswith("logits differ from transformers' by ")
     assert problem.endswith(message)

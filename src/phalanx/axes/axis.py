@@ -68,7 +68,7 @@ def problems(name: str, entry: AxisEntry) -> Iterator[str]:
     if entry.options is None:  # of the project's own
         return
     hints = typing.get_type_hints(entry.options) if dataclasses.is_dataclass(entry.options) else {}
-    if hints.get("size") is not int or not entry.options.__dataclass_params__.frozen:  # pyright: ignore[reportAttributeAccessIssue]
+    if hints.get("size") is not int or not entry.options.__dataclass_params__.frozen:
         yield f"options must be a frozen dataclass with a whole number size, is {entry.options.__name__}"
         return
     if entry.cuts != "samples":

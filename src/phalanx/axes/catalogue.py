@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from math import gcd
 from types import MappingProxyType
+from typing import Any
 
 from phalanx.axes.axis import AxisEntry, problems
 from phalanx.blocks.kinds import ATTENTION, FEED_FORWARD, attention_models, block_kinds, chosen_kinds
@@ -543,7 +544,7 @@ def _fewer(job: Job) -> str:
     return f"pp {by_pp}" + (f", or pp_chunks {by_chunks}" if by_chunks else "")
 
 
-def _fits(job: Job, **changed: int) -> bool:
+def _fits(job: Job, **changed: Any) -> bool:
     """Returns whether a pipeline with a changed layout is legal for the model's layers and the batch."""
     layout = dataclasses.replace(job.layout, **changed)
     if layout.pp == 1:

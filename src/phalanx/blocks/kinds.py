@@ -144,7 +144,7 @@ def kind_problems(kind: SublayerKind) -> Iterator[str]:
         if path not in NEEDS:
             yield f"needs: {path!r} switches no part of a model on{did_you_mean(path, NEEDS)} ({', '.join(NEEDS)} do)"
             return
-    parts = {name: part for path in kind.needs for name, part in NEEDS[path].items()}
+    parts: dict[str, Any] = {name: part for path in kind.needs for name, part in NEEDS[path].items()}
     place = Place(replace(_PLAIN, **parts), tp=2)
     with package_code("its operators failed for a small model with tp=2"):
         legal = not list(kind.problems(place.model))  # otherwise it goes with other models only

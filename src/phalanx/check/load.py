@@ -567,7 +567,8 @@ def _fill_rest(job: Job, problems: list[str], origins: dict[str, str]) -> Job:
     if not open_axes:
         return job
     devices = job.cluster.devices
-    closed = dataclasses.replace(job.layout, **dict.fromkeys(open_axes, 1))
+    ones: dict[str, Any] = dict.fromkeys(open_axes, 1)
+    closed = dataclasses.replace(job.layout, **ones)
     if job.layout.auto:
         origins.update({f"layout.{axis}": "default" for axis in open_axes})
         return dataclasses.replace(job, layout=closed)
@@ -582,7 +583,8 @@ def _fill_rest(job: Job, problems: list[str], origins: dict[str, str]) -> Job:
             f"product of the other axes, {known}"
         )
     else:
-        closed = dataclasses.replace(closed, **{open_axes[0]: devices // known})
+        ones[open_axes[0]] = devices // known
+        closed = dataclasses.replace(closed, **ones)
         origins[f"layout.{open_axes[0]}"] += f" (-1: {devices} devices / {known})"
     return dataclasses.replace(job, layout=closed)
 

@@ -138,7 +138,7 @@ def _or_word(section: dict[str, Any], word: dict[str, Any]) -> dict[str, Any]:
 
 
 def _of_field(field: FieldReference, names: list[str]) -> dict[str, Any]:
-    found = {"description": field.about, **_of_kind(field.kind)}
+    found: dict[str, Any] = {"description": field.about, **_of_kind(field.kind)}
     if names and field.kind is str:
         found = {"description": field.about, "anyOf": [{"enum": names}, {"type": "string"}]}
     for each in field.ranges:

@@ -28,14 +28,14 @@ def write_png(path: str, svg: str, dark: bool = False) -> None:
     fails."""
     svg, ground = for_ground(svg, dark), DARK_PAGE if dark else PAGE
     if importlib.util.find_spec("cairosvg"):
-        import cairosvg  # pyright: ignore[reportMissingImports]
+        import cairosvg  # pyrefly: ignore[missing-import]
 
         cairosvg.svg2png(svg.encode(), write_to=path, scale=SCALE, background_color=ground)
         return
     browser = next((found for name in BROWSERS if (found := shutil.which(name))), None)
     if browser is None:
         raise RunError(f"{path}: a PNG needs cairosvg (pip install cairosvg) or chromium; write an .svg instead")
-    width, height = re.search(r"width='(\d+)' height='(\d+)'", svg).groups()  # pyright: ignore[reportOptionalMemberAccess]
+    width, height = re.search(r"width='(\d+)' height='(\d+)'", svg).groups()  # pyrefly: ignore[missing-attribute]
     with tempfile.TemporaryDirectory() as folder:
         page = Path(folder) / "picture.html"
         style = f"margin:0;background:{ground}"

@@ -72,7 +72,8 @@ VERB = Verb(
 
 @VERB.runs
 def run(words: Words) -> None:
-    options, path = words.options, words.options["causes"] or causes.LLAMA_3
+    options: dict[str, Any] = words.options
+    path = options["causes"] or causes.LLAMA_3
     rows, of_job, table, problems = (), {}, (), list[str]()
     try:
         rows, of_job = _of_job(words)

@@ -6,7 +6,7 @@ import json
 import os
 import re
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from math import inf, prod
 from pathlib import Path
@@ -238,11 +238,10 @@ def _rows(plan: GraphPlan) -> list[tuple[str, ...]]:
     """Returns a row per kind of operator that computes, or that is split."""
     same = plan.graph.representatives
     count = Counter(same.values())
-    sent: Counter[str] = Counter()
-    spent: Counter[str] = Counter()
+    sent, spent = defaultdict[str, float](float), defaultdict[str, float](float)
     for each, _, _, cost in plan.edges:
-        sent[same[each.name]] += cost.sent  # pyright: ignore[reportArgumentType]
-        spent[same[each.name]] += cost.seconds  # pyright: ignore[reportArgumentType]
+        sent[same[each.name]] += cost.sent
+        spent[same[each.name]] += cost.seconds
     found = list[tuple[str, ...]]()
     for name, times in count.items():
         each = plan.graph.by_name[name]

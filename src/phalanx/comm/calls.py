@@ -215,7 +215,7 @@ def _recording(function: Callable[..., Any], operation: str, *, later: bool) -> 
             call.done()
         return result
 
-    recorded.records_calls = True  # pyright: ignore[reportAttributeAccessIssue]
+    recorded.records_calls = True  # pyrefly: ignore[missing-attribute]
     return recorded
 
 
@@ -224,7 +224,7 @@ def _begin(operation: str, x: Any, given: dict[str, Any], *, waits: bool) -> hea
     group = given.get("group") or world
     if not isinstance(group, dist.ProcessGroup):  # functional collectives take names, meshes and ranks as well
         name = functional._resolve_group_name(group, given.get("tag", ""))
-        group = dist.distributed_c10d._resolve_process_group(name)  # pyright: ignore[reportPrivateImportUsage]
+        group = dist.distributed_c10d._resolve_process_group(name)
     if dist.get_rank(group) < 0:
         return None
     log = CallLog("world" if group is world else group.group_name, group)

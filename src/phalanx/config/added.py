@@ -50,7 +50,7 @@ def once(function: Callable[P, T]) -> Callable[P, T]:
 
     @functools.cache
     def computed(options: tuple[tuple[str, type], ...], *args: Any) -> T:
-        return function(*args)  # pyright: ignore[reportCallIssue] -- of no keywords
+        return function(*args)  # pyrefly: ignore[invalid-param-spec] -- of no keywords
 
     @functools.wraps(function)
     def known(*args: P.args, **_: P.kwargs) -> T:

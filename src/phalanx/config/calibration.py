@@ -227,7 +227,7 @@ def assess(calibration: Calibration, needed: tuple[Measurement, ...], *, here: b
         cpu: the accelerator's name where it is a CPU; it identifies the machine where a file stores no provenance.
     """
     provenance = {"compute": calibration.compute.provenance, "comm": calibration.comm.provenance}
-    made = {name: provenance[name] for name in needed if provenance[name].date}
+    made: dict[str, Provenance] = {name: provenance[name] for name in needed if provenance[name].date}
     unknown: list[Measurement] = [name for name in needed if name not in made]
     changed = _machine_change(list(made.values()), cpu) if here else ""
     return Assessment(list(_parts(calibration, needed)), unknown, made, changed)

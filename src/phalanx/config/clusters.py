@@ -328,24 +328,24 @@ def describe(cluster: Cluster, given: Set[str]) -> Described:
             return Described(cluster, {}, problems=wrong)
         known = _nearest(device)
         half = _half(device)
-        peaks = dict.fromkeys(_PEAKS, 0.0)
+        peaks: dict[str, Any] = dict.fromkeys(_PEAKS, 0.0)
         if half:
             peaks |= {"fp16_tflops": half, "fp32_tflops": known.fp32_tflops * half / _half(known)}
         base = dataclasses.replace(known, name="", **peaks)
     else:
         base = known
-    filled = {
+    filled: dict[str, Any] = {
         field.name: getattr(base, field.name)
         for field in dataclasses.fields(Accelerator)
         if field.name not in described and getattr(base, field.name) != getattr(device, field.name)
     }
     filled.pop("name", None)
-    device = dataclasses.replace(device, **{**filled, "name": device.name or OWN_NAME})
+    device = dataclasses.replace(device, **filled, name=device.name or OWN_NAME)
     found = {f"accelerator.{name}": f"{value:g}" for name, value in filled.items()}
     origins = dict.fromkeys(found, f"resolved as {known.name}")
     if "accelerator.name" not in given:
         origins["accelerator.name"] = "resolved: not named"
-    links: dict[str, Link] = {}
+    links: dict[str, Any] = {}
     machine = next((name for name, each in CLUSTERS.items() if each.accelerator.name == known.name), "")
     for kind in ("intra", "inter") if machine else ():
         link, more = _completed(getattr(cluster, kind), getattr(CLUSTERS[machine], kind), kind, given)

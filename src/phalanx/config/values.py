@@ -221,7 +221,7 @@ def too_deep(text: str) -> int:
         if isinstance(event, yaml.CollectionStartEvent):
             depth += 1
             if depth > MOST_NESTING:
-                return event.start_mark.line + 1
+                return event.start_mark.line + 1  # pyrefly: ignore[missing-attribute]
         elif isinstance(event, yaml.CollectionEndEvent):
             depth -= 1
     return 0

@@ -192,8 +192,10 @@ def fit_device(
     def with_rate(flops: float) -> Accelerator:
         tflops = flops / 1e12
         if known:
-            return replace(device, **{f"{precision}_tflops": known, "ceiling": tflops / known})
-        return replace(device, **{f"{precision}_tflops": tflops / device.ceiling})
+            figures = {f"{precision}_tflops": known, "ceiling": tflops / known}
+        else:
+            figures: dict[str, Any] = {f"{precision}_tflops": tflops / device.ceiling}
+        return replace(device, **figures)
 
     best = max(product.flops / product.seconds for product in products)
     (flops,) = least_squares(

@@ -98,7 +98,7 @@ def as_recipe(framework: Framework, recipe: Mapping[str, Any]) -> Framework:
     once, maps, cores = DISPATCHERS.get(recipe.get("dispatcher", ""), usual)
     graphs = recipe.get("graphs", "none")
     held = {name: recipe[name] for name in HELD if name in recipe}
-    launched = {"kernel_us": 0.0, "reads_sizes": False} if graphs == "iteration" else {}
+    launched: dict[str, Any] = {"kernel_us": 0.0, "reads_sizes": False} if graphs == "iteration" else {}
     return replace(
         framework,
         ep_once=once,

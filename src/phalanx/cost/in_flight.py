@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from functools import lru_cache
 from operator import le, sub
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from phalanx.config.layout import Layout
 from phalanx.partition import derived
@@ -119,7 +119,7 @@ def _with_more(rank: Flight, more: int) -> Flight:
 def with_all_peaks(alike: tuple[Flight, ...]) -> Flight:
     """Returns the first of some ranks that hold the same, with the peaks of all: at its fullest moment it has as many
     micro-batches in flight as the fullest of them."""
-    peaks = {
+    peaks: dict[str, Any] = {
         name: _front({counts for rank in alike for counts in getattr(rank, name)}, 1)
         for name in ("most", "unread", "later", "joined")
     }

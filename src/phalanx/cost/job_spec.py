@@ -161,7 +161,7 @@ def rank_spec(job: Job, vocab: int, device: str = "") -> StepSpec:
     """Returns the spec of a job without checking that the devices are known, for the memory of a rank; on a `device`,
     "cpu" or "cuda", if it is not the cluster that says which."""
     if device:
-        job = replace(job, cluster=replace(job.cluster, device=device))
+        job = replace(job, cluster=replace(job.cluster, device=device))  # pyrefly: ignore[bad-argument-type]
     divisor = job.model.logit_divisor * job.train.grpo.temperature
     model = replace(job.model, vocab_size=vocab, logit_divisor=divisor)
     cluster = with_processes(job.cluster, job.cluster.devices_per_node or job.layout.world)

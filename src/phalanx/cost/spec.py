@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from math import log2
-from typing import Literal
+from typing import Any, Literal
 
 from phalanx.blocks.kinds import BlockKind
 from phalanx.blocks.operator import MemoryProfile
@@ -216,7 +216,7 @@ def as_used_by(world: int, cluster: Cluster, framework: Framework) -> tuple[Clus
     cluster = replace(cluster, accelerator=replace(device, sustained=sustained))
     if one is None or crowd == 0:
         return cluster, one or framework
-    figures = {name: blended(getattr(one, name), getattr(framework, name), crowd) for name in _BLENDED}
+    figures: dict[str, Any] = {name: blended(getattr(one, name), getattr(framework, name), crowd) for name in _BLENDED}
     return cluster, replace(framework, crowd=crowd, **figures)
 
 

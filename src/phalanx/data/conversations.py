@@ -97,7 +97,7 @@ class ConversationData(RangeData):
 
 
 _PROMPTS = ("prompt", "messages", "conversations", "history")
-_LABELS = {True: True, False: False, "true": True, "false": False, "1": True, "0": False}
+_LABELS = {"true": True, "false": False, "1": True, "0": False}
 
 
 def pair_rows(rows: Iterator[Placed]) -> Iterator[Placed]:
@@ -127,7 +127,7 @@ def pair_rows(rows: Iterator[Placed]) -> Iterator[Placed]:
 
 
 def _label(value: Any) -> bool:
-    found = _LABELS.get(value.lower() if isinstance(value, str) else value) if isinstance(value, int | str) else None
+    found = _LABELS.get(str(value).lower()) if isinstance(value, int | str) else None
     if found is None:
         raise ValueError(f"label is {value!r}: expected true or false")
     return found

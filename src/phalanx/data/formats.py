@@ -31,7 +31,7 @@ ROW_SUFFIXES = JSONL_SUFFIXES | {".json", ".csv", ".tsv", ".parquet", ".arrow"}
 """Endings of files that hold records, before that of a compression."""
 COMPRESSED = {".gz", ".xz", ".zst"}
 _MAGIC = {b"\x1f\x8b": "gzip", b"\xfd7zXZ\x00": "xz", b"\x28\xb5\x2f\xfd": "zstd"}
-_TABLES = {b"PAR1": "parquet", b"ARROW1": "arrow", b"\xff\xff\xff\xff": "arrow"}
+_TABLES: dict[bytes, Form] = {b"PAR1": "parquet", b"ARROW1": "arrow", b"\xff\xff\xff\xff": "arrow"}
 """Beginnings of tables; the last is that of a stream, as datasets saves it."""
 _NO_TEXT = {
     b"PK\x03\x04": "a ZIP archive (also .docx, .xlsx, .npz and .pt are): unpack it",
@@ -139,7 +139,7 @@ def form_of(file: Path) -> Form:
         head = read_some(file, stream, 4096)
     for magic, name in _TABLES.items():
         if head.startswith(magic):
-            return name  # pyright: ignore[reportReturnType]
+            return name
     if what := _no_text(head):
         raise DataError(f"{file} {what}")
     if suffix_of(file) == ".arrow":

@@ -445,7 +445,7 @@ def _environment(renderer: TemplateRenderer) -> Any:
 
     sandbox = Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[Generation, "jinja2.ext.loopcontrols"])
     sandbox.filters["tojson"] = to_json
-    sandbox.globals |= {
+    sandbox.globals |= {  # pyrefly: ignore[bad-assignment]
         "raise_exception": refuse,
         "strftime_now": strftime_now,
         "namespace": SafeNamespace,
@@ -475,7 +475,7 @@ class ChatPrompts:
     def of_run(cls, folder: Path, tokenizer: Tokenizer) -> ChatPrompts | None:
         """Returns the prompts of a run's template; None if it has none. Raises DataError if it cannot be read."""
         template = own_template(folder)
-        return template and cls(template, tokenizer)
+        return cls(template, tokenizer) if template else None
 
     def __call__(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         """Returns the tokens of a conversation up to where the model's answer begins. Raises ValueError, saying why, if

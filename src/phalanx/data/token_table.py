@@ -11,7 +11,6 @@ that converts it.
 from __future__ import annotations
 
 import base64
-import binascii
 import json
 import os
 import re
@@ -506,7 +505,7 @@ def _tiktoken(content: bytes) -> dict[bytes, int]:
     try:
         pairs = [line.split() for line in content.splitlines() if line]
         return {base64.b64decode(token, validate=True): int(rank) for token, rank in pairs}
-    except (ValueError, binascii.Error):
+    except ValueError:
         raise ValueError("is no file of ranks of tiktoken") from None
 
 

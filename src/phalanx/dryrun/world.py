@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
@@ -206,7 +206,7 @@ def make(found: Remembered, given: Sequence[Any], mode: FakeTensorMode) -> Any:
                     meta = torch.empty(0, dtype=dtype, device="meta").set_(storage, first, shape, stride)
                 x = Tensor._make_subclass(FakeTensor, meta, False, dispatch_device=True, device_for_backend_keys=device)
             torch._C._set_throw_on_mutable_data_ptr(x)
-            cast(dict[str, Any], vars(x)).update(attributes, fake_mode=mode)
+            vars(x).update(attributes, fake_mode=mode)
             results.append(x)
     return found.kind(results) if found.kind in (list, tuple) else results[0] if results else None
 
@@ -633,7 +633,7 @@ def pretended(
         held.callback(_forget_cached)
         if device.type != "cpu":
             held.enter_context(pretended_gpu(cluster, device.type))
-        options = FakeProcessGroup.Options()  # pyright: ignore[reportCallIssue]
+        options = FakeProcessGroup.Options()  # pyrefly: ignore[missing-argument]
         dist.init_process_group(backend="fake", store=FakeStore(), rank=rank, world_size=world, pg_options=options)
         held.callback(shutdown)
         for target, name, stand_in in (

@@ -256,13 +256,13 @@ def scoring_job(manifest: Manifest, scoring: ScoringOptions, device: str) -> Job
             global_batch=micro * accumulation * layout.data_ranks,
             batch_ramp="",
             seq_ramp="",
-            precision=scoring.precision or job.train.precision.replace("fp8", "bf16"),  # pyright: ignore[reportArgumentType]
+            precision=scoring.precision or job.train.precision.replace("fp8", "bf16"),  # pyrefly: ignore[bad-argument-type]
             compile=False,
         ),
         optimizer=Optimizer(name="sgd", momentum=0.0),
         guard=GuardOptions(),
         checkpoint=Checkpoint(),
-        cluster=replace(job.cluster, nodes=1, devices_per_node=layout.processes, device=device),
+        cluster=replace(job.cluster, nodes=1, devices_per_node=layout.processes, device=device),  # pyrefly: ignore[bad-argument-type]
     )
     context, _ = legal_stride(scoring.context, scoring.stride, job.model.seq_len)
     problems = [f"{path}: {message}" for path, message in problems_of(job)]

@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import yaml
 
@@ -389,7 +389,7 @@ def converted(value: Any, kind: type[T]) -> T:
     if not isinstance(found, kind) or (kind is int and isinstance(found, bool)):
         what = {int: "a whole number", float: "a number", bool: "true or false", str: "text", list: "a list"}
         raise ValueError(f"expected {what.get(kind, kind.__name__)}, found {str(value)[:80]!r}")
-    return cast(T, found)
+    return found
 
 
 def _text(value: Any) -> str:

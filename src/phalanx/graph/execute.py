@@ -250,7 +250,7 @@ class _Counter(TorchDispatchMode):
         kind: Collective | None = next((each for each in COLLECTIVES if name.startswith(each)), None)
         if kind and func.namespace in ("_c10d_functional", "_dtensor"):
             whole = found if kind == "all_gather" else args[0]
-            group = dist.distributed_c10d._resolve_process_group(args[-1])  # pyright: ignore[reportPrivateImportUsage]
+            group = dist.distributed_c10d._resolve_process_group(args[-1])
             self.ledger.add("graph", kind, whole.nbytes, group.size())
         return found
 

@@ -203,11 +203,10 @@ class _Reader:
         if name in ("linear", "conv1d", "conv2d") and len(tensors) == 3:
             bias = tensors.pop()
         common: dict[str, Any] = {"block": block, "dtype": TYPES.get(value.dtype, "fp32")}
+        facts: dict[str, Any] = {**more, **common}
         inputs = tuple(self.names[each.name] for each in tensors)
         kind = "input" if name in CREATES and not inputs else "view" if name in VIEWS else "compute"
-        given = GraphOperator(
-            node.name, kind, inputs, tuple(terms[: len(inputs)]), output, letters.sizes, **more, **common
-        )
+        given = GraphOperator(node.name, kind, inputs, tuple(terms[: len(inputs)]), output, letters.sizes, **facts)
         self._add(given, node)
         self.names[node.name] = node.name
         if bias is not None:
@@ -292,7 +291,7 @@ class _Reader:
 
     def _layer_norm(self, node: Node, shapes: list[tuple[int, ...]], value: Any, letters: _Letters) -> Described:
         output = letters.term(value.shape)
-        last = output[len(output) - len(node.args[1]) :]  # pyright: ignore[reportArgumentType]
+        last = output[len(output) - len(node.args[1]) :]  # pyrefly: ignore[bad-argument-type]
         return [letters.beside(shape, output) for shape in shapes], output, {"whole": frozenset(last)}
 
     _rms_norm = _layer_norm
@@ -308,7 +307,7 @@ class _Reader:
 
     def _softmax(self, node: Node, shapes: list[tuple[int, ...]], value: Any, letters: _Letters) -> Described:
         output = letters.term(value.shape)
-        return [output], output, {"whole": frozenset(output[int(node.args[1])])}  # pyright: ignore[reportArgumentType]
+        return [output], output, {"whole": frozenset(output[int(node.args[1])])}  # pyrefly: ignore[bad-argument-type]
 
     _log_softmax = _cumsum = _softmax
 
@@ -366,7 +365,7 @@ class _Reader:
         term = letters.term(shapes[0])
         over = node.args[1] if len(node.args) > 1 else None
         dims = range(len(term)) if not over else [over] if isinstance(over, int) else over
-        gone = {int(dim) % len(term) for dim in dims}  # pyright: ignore[reportArgumentType, reportGeneralTypeIssues]
+        gone = {int(dim) % len(term) for dim in dims}  # pyrefly: ignore[bad-argument-type, not-iterable]
         kept = len(value.shape) == len(term)
         output = tuple(
             letters.new(1) if place in gone else one for place, one in enumerate(term) if kept or place not in gone
@@ -383,7 +382,7 @@ class _Reader:
 
     def _transpose(self, node: Node, shapes: list[tuple[int, ...]], value: Any, letters: _Letters) -> Described:
         term = [*letters.term(shapes[0])]
-        a, b = (int(each) for each in node.args[1:3]) if len(node.args) > 1 else (0, -1)  # pyright: ignore[reportArgumentType]
+        a, b = (int(each) for each in node.args[1:3]) if len(node.args) > 1 else (0, -1)  # pyrefly: ignore[bad-argument-type]
         output = [*term]
         output[a], output[b] = term[b], term[a]
         return [tuple(term)], tuple(output), {}
@@ -392,7 +391,7 @@ class _Reader:
 
     def _permute(self, node: Node, shapes: list[tuple[int, ...]], value: Any, letters: _Letters) -> Described:
         term = letters.term(shapes[0])
-        return [term], tuple(term[int(place)] for place in node.args[1]), {}  # pyright: ignore[reportArgumentType, reportGeneralTypeIssues, reportOptionalIterable]
+        return [term], tuple(term[int(place)] for place in node.args[1]), {}  # pyrefly: ignore[bad-argument-type, not-iterable]
 
     def _expand(self, node: Node, shapes: list[tuple[int, ...]], value: Any, letters: _Letters) -> Described:
         output = letters.term(value.shape)

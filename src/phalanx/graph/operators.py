@@ -384,5 +384,5 @@ def _term(text: str) -> Term:
 def source(name: str, kind: str, shape: Sequence[int], **more: Any) -> GraphOperator:
     """Returns an input or a parameter."""
     letters = "abcdefghijklmnop"[: len(shape)]
-    sizes = dict(zip(letters, shape, strict=False))
+    sizes = dict[str, int](zip(letters, shape, strict=False))
     return GraphOperator(name, kind, (), (), tuple(letters), sizes, **more)

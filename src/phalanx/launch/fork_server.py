@@ -216,7 +216,7 @@ def _main() -> None:
             if function:
                 getattr(imported, function)()
     gc.freeze()  # exempts the imports from garbage collection, which would copy their pages in every rank
-    for each in weakref.finalize._registry:  # pyright: ignore[reportAttributeAccessIssue]
+    for each in weakref.finalize._registry:  # pyrefly: ignore[missing-attribute]
         each.atexit = False  # a rank would end with 0.04 s of processor time in which torch forgets its operators
     module, *words = _serve(requests)
     faulthandler.unregister(STACKS_SIGNAL)

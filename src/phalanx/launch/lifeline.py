@@ -128,7 +128,7 @@ def leave(code: int) -> None:
     watched = monitoring and any(monitoring.get_tool(tool) for tool in range(6))
     if watched or sys.getprofile() or sys.gettrace() or sys.flags.inspect:
         return
-    threading._shutdown()  # pyright: ignore[reportAttributeAccessIssue]  (waits for threads)
+    threading._shutdown()  # pyrefly: ignore[missing-attribute] -- (waits for threads)
     atexit._run_exitfuncs()
     try:
         sys.stdout.flush()

@@ -80,7 +80,7 @@ class UnblockedStream(io.TextIOBase):
         return self._stream.fileno()
 
     @property
-    def encoding(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
+    def encoding(self) -> str:  # pyrefly: ignore[bad-override]
         return self._stream.encoding or "utf-8"
 
 

@@ -303,7 +303,7 @@ class Measured:
     timings: dict[str, list[Timings]] = field(default_factory=lambda: defaultdict(list))
     """All timings, by part of ComputeCalibration."""
 
-    def fit(self) -> tuple[Accelerator, list[fit.FitRow]]:
+    def fitted(self) -> tuple[Accelerator, list[fit.FitRow]]:
         """Returns the device as the cost model sees it, and every measurement beside its prediction."""
         device = fit.fit_device(self.base, self.precision, self.products, self.attentions, self.streams, self.known)
         if self.tiny_block:
@@ -311,13 +311,13 @@ class Measured:
         return device, fit.device_rows(device, self.precision, self.products, self.attentions, self.streams)
 
     def fit_sharing(self, device: Accelerator) -> Sharing:
-        """Returns how processes share the cores, where `device`, from `fit`, is what one of them has."""
+        """Returns how processes share the cores, where `device`, from `fitted`, is what one of them has."""
         if min(self.small_block) <= 0:  # one process, or a deep model that seemed faster on a busy machine
             return self.sharing
         return fit.fit_sharing(device, self.precision, self.sharing, SMALL_MODEL, SEQUENCES, *self.small_block)
 
     def calibration(self, rows: Sequence[fit.FitRow]) -> ComputeCalibration:
-        """Returns the quality of each part; `rows` are those of `fit`."""
+        """Returns the quality of each part; `rows` are those of `fitted`."""
 
         def of(part: str, kind: str = "") -> FitQuality:
             return quality(self.timings[part], (row for row in rows if row.kind == kind))
@@ -569,7 +569,7 @@ class CalibrationReport:
 
 def of_compute(measured: Measured, known: Mapping[str, Any], device: str, setting: str) -> CalibrationReport:
     """Reports `bench compute`. `known` are the fields that the file already has for this device."""
-    found, rows = measured.fit()
+    found, rows = measured.fitted()
     shared = measured.fit_sharing(found)
     quality = replace(measured.calibration(rows), provenance=provenance())
     peak = f"{measured.precision}_tflops"
@@ -619,11 +619,12 @@ def of_comm(groups: Sequence[Fitted], per_node: int, device: str, name: str, set
     if device == "cpu":
         fields["sharing.linked"] = per_node
     lines = []
-    quality = LinkCalibration(provenance=provenance())
+    qualities: dict[str, Any] = {}
     for place in ("intra", "inter"):
         if one := chosen(groups, place):
             fields |= {f"{place}.{name}": _short(getattr(one.link, name)) for name in ("gbs", "latency_us", "reached")}
-            quality = replace(quality, **{place: one.quality})
+            qualities[place] = one.quality
+    quality = LinkCalibration(provenance=provenance(), **qualities)
     fields |= _calibration_fields("comm", quality)
     for one in groups:
         of = "one per node" if one.place == "inter" else "of a node"

@@ -126,7 +126,7 @@ def check(
                 is_fine = False
                 yield line
 
-        CHECKS.append(DoctorCheck(group, name, lines, if_it_hangs, patience, subject or DoctorCheck.subject))
+        CHECKS.append(DoctorCheck(group, name, lines, if_it_hangs, patience, subject or DoctorCheck.subject))  # pyrefly: ignore[bad-argument-type]
         return lines
 
     return enter
@@ -265,7 +265,7 @@ class CheckedMachine:
         except OSError:
             return otherwise
 
-    def list(self, path: str) -> list[str]:
+    def names_in(self, path: str) -> list[str]:
         """Returns the names in a folder of the kernel; none if it cannot be read."""
         try:
             return sorted(os.listdir(self.root / path.lstrip("/")))

@@ -388,7 +388,7 @@ class RankChecks:
         out = x if collective.in_place else _Placed(torch.zeros_like(expected), TYPES[dtype], device, form)
         try:
             collective.make(self.axis, x.tensor, out.tensor)
-        except (RuntimeError, ValueError, TypeError, NotImplementedError) as error:
+        except (RuntimeError, ValueError, TypeError) as error:
             if any(text in str(error) for text in TEXTS):
                 raise  # a peer is gone: no refusal
             what = f"{collective.name} ({dtype}{'' if form == 'plain' else f', {form}'})"

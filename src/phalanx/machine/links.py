@@ -439,7 +439,7 @@ class TimedAxis:
 
 def _transfers(times: Sequence[CallTime], ranks: int) -> list[Transfer]:
     known = get_args(Collective)
-    return [Transfer(t.collective, t.bytes, RankGroup(ranks), t.seconds) for t in times if t.collective in known]  # pyright: ignore[reportArgumentType]
+    return [Transfer(t.collective, t.bytes, RankGroup(ranks), t.seconds) for t in times if t.collective in known]  # pyrefly: ignore[bad-argument-type]
 
 
 def time_axis(

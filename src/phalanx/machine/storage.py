@@ -430,7 +430,7 @@ def _orphans(machine: CheckedMachine) -> list[int]:
     """Returns processes of this user that are ranks of a run, and whose launcher has ended: their parent is the first
     process."""
     found = []
-    for name in machine.list("/proc"):
+    for name in machine.names_in("/proc"):
         if not name.isdigit() or int(name) == os.getpid():
             continue
         words = machine.read(f"/proc/{name}/cmdline").split("\0")

@@ -298,7 +298,7 @@ class DriverGpu:
 def gpus(machine: CheckedMachine) -> Problems:
     """Yields the GPUs, their faults, and where the driver and torch differ."""
     program = shutil.which("nvidia-smi", path=machine.env.get("PATH", ""))
-    nodes = [name for name in machine.list("/dev") if re.fullmatch(r"nvidia[0-9]+", name)]
+    nodes = [name for name in machine.names_in("/dev") if re.fullmatch(r"nvidia[0-9]+", name)]
     if program is None:
         yield from _without_driver_tool(machine, nodes)
         return
@@ -327,7 +327,8 @@ def _without_driver_tool(machine: CheckedMachine, nodes: list[str]) -> Iterator[
     if nodes:
         yield warn(f"{counted(len(nodes), 'GPU')} (/dev/{nodes[0]}), but no nvidia-smi in PATH", "add it to PATH")
     wanted = machine.job.cluster.device
-    others = "kfd" in machine.list("/dev") or bool({"i915", "xe"}.intersection(machine.list("/sys/bus/pci/drivers")))
+    drivers = machine.names_in("/sys/bus/pci/drivers")
+    others = "kfd" in machine.names_in("/dev") or "i915" in drivers or "xe" in drivers
     facts = machine.torch.facts() if nodes or others or wanted in DEVICE_WORDS else {}
     seen = facts.get("devices", [])
     if wanted in DEVICE_WORDS and not (seen and facts["kind"] == DEVICE_TYPES[wanted]):
@@ -436,7 +437,7 @@ def processors(machine: CheckedMachine, usable: int = 0) -> Problems:
     quota, ranks, every = cgroup_cores(machine), machine.local_ranks, os.cpu_count() or usable
     if machine.ranks is not None and usable < every:
         ranks = 1  # the launcher has bound each rank to cores of its own
-    nodes = [name for name in machine.list("/sys/devices/system/node") if re.fullmatch(r"node[0-9]+", name)]
+    nodes = [name for name in machine.names_in("/sys/devices/system/node") if re.fullmatch(r"node[0-9]+", name)]
     text = f"{counted(usable, 'core')} of {every}"
     text += f" in {len(nodes)} NUMA nodes" if len(nodes) > 1 else ""
     stated = machine.env.get("OMP_NUM_THREADS", "")
@@ -572,7 +573,7 @@ def ulimits(machine: CheckedMachine, limit: GetLimit = resource.getrlimit) -> Pr
         yield warn(text, "train inside an allocation, not on a login node")
     if space < math.inf:
         yield warn(f"{gib(space)} of address space (ulimit -v); torch and CUDA reserve more", "ulimit -v unlimited")
-    if locked < math.inf and machine.list("/sys/class/infiniband"):
+    if locked < math.inf and machine.names_in("/sys/class/infiniband"):
         yield warn(
             f"{gib(locked)} of locked memory (ulimit -l), and this machine has InfiniBand: NCCL cannot use it",
             "ulimit -l unlimited; under Slurm PropagateResourceLimitsExcept=MEMLOCK",

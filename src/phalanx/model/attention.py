@@ -66,7 +66,7 @@ def blocked_attention(q: Tensor, k: Tensor, v: Tensor, reach: Reach, sinks: Tens
     """Maps `q` (batch, heads, seq, head_size), `k` (batch, kv_heads, keys, head_size) and `v` in the same form to
     (batch, heads, seq, size of v's heads). The queries are those of the last `seq` of the keys. `sinks` (heads,) are
     scores of each head that join its softmax and belong to no key."""
-    return _BlockedAttention.apply(q, k, v, sinks, reach)  # pyright: ignore[reportReturnType]
+    return _BlockedAttention.apply(q, k, v, sinks, reach)
 
 
 def join_sinks(o: Tensor, lse: Tensor, sinks: Tensor | None) -> None:

@@ -104,7 +104,7 @@ def rotate(x: Tensor, table: Tensor) -> Tensor:
     each head."""
     cos, sin = table
     if not torch.compiler.is_compiling():
-        return _Rotate.apply(x, cos, sin)  # pyright: ignore[reportReturnType]
+        return _Rotate.apply(x, cos, sin)
     pairs = cos.shape[-1]
     first, second, rest = x[..., :pairs], x[..., pairs : 2 * pairs], x[..., 2 * pairs :]
     turned = first * cos - second * sin, second * cos + first * sin
@@ -144,7 +144,7 @@ class RMSNorm(nn.RMSNorm):
         """Maps (..., width) to the same shape."""
         own = x.is_cpu and x.dtype in (torch.float32, torch.float64) and self.eps is not None
         if own and not torch.compiler.is_compiling():
-            return _RootMeanSquare.apply(x, self.weight, self.eps)  # pyright: ignore[reportReturnType]
+            return _RootMeanSquare.apply(x, self.weight, self.eps)
         return super().forward(x)
 
 
@@ -184,7 +184,7 @@ def uncompiled(function: _Function) -> _Function:
     _UNCOMPILED.append(function)
     # Where torch looks for its own wrapper: without a compiler there is none, and torch._dynamo is not imported.
     function.__dict__["__dynamo_disable"] = function
-    return torch._disable_dynamo(function)  # pyright: ignore[reportPrivateImportUsage, reportReturnType]
+    return torch._disable_dynamo(function)  # pyrefly: ignore[bad-return]
 
 
 def prepare_compiler() -> None:
@@ -276,7 +276,7 @@ class Activation:
         if gate is None:
             return F.gelu(wide, approximate=self.gelu)
         if self.kind == "swiglu_clamped":
-            return _ClampedGate.apply(wide, gate)  # pyright: ignore[reportReturnType]
+            return _ClampedGate.apply(wide, gate)
         return self.gated(gate, wide)
 
     def gated(self, gate: Tensor, factor: Tensor) -> Tensor:
@@ -334,7 +334,7 @@ class _SoftCap(torch.autograd.Function):
 
 def soft_cap(x: Tensor, cap: float) -> Tensor:
     """Returns cap tanh(x / cap), in the shape of `x` (Gemma 2, Gemma Team 2024, section 2)."""
-    return _SoftCap.apply(x, cap)  # pyright: ignore[reportReturnType]
+    return _SoftCap.apply(x, cap)
 
 
 class MLP(nn.Module):

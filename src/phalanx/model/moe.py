@@ -116,7 +116,7 @@ class GroupedLinear(nn.Module):
 
 def add_bias(y: Tensor, bias: Tensor, ends: Ends) -> Tensor:
     """Returns rows `y` (rows, outputs), sorted by expert, with their experts' `bias` (experts, outputs)."""
-    return _AddBias.apply(y, bias, GroupedProduct(ends, len(bias)))  # pyright: ignore[reportReturnType]
+    return _AddBias.apply(y, bias, GroupedProduct(ends, len(bias)))
 
 
 @dataclass(frozen=True)
@@ -476,7 +476,7 @@ class MixtureOfExperts(nn.Module):
         slots, gates = routed.slots, routed.gates
         if self.config.moe.scale_inputs:  # without biases the rows of dropped choices are zeros, but stand for others'
             gates = None if slots.kept is None else slots.kept.to(rows.dtype)
-        return Combine.apply(rows, gates, slots.choices, slots.rows)  # pyright: ignore[reportReturnType]
+        return Combine.apply(rows, gates, slots.choices, slots.rows)
 
     def joined(self, routed: Tensor, shared: Tensor | None, of_shared: Tensor) -> Tensor:
         """Returns the sum of the outputs of routed and of `shared` experts, or with norms of their own both in a row;

@@ -71,7 +71,7 @@ class IndexedAttention(LatentAttention):
         super().__init__(model, layer)
         out, self.index = self.wo, Indexer(model)
         del self.wo, self.core
-        self.core, self.wo = ChosenAttention(model, layer), out
+        self.core, self.wo = ChosenAttention(model, layer), out  # pyrefly: ignore[bad-override-mutable-attribute]
 
     def forward(
         self,
@@ -132,7 +132,7 @@ class ChosenAttention(CoreAttention):
         self.layer, self.model = layer, model
         self.scale = model.attention_scale or model.head_size**-0.5
 
-    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
+    def forward(  # pyrefly: ignore[bad-override-param-name]
         self,
         q: Tensor,
         latents: Tensor,
@@ -155,7 +155,7 @@ class ChosenAttention(CoreAttention):
         return every.squeeze(1), every_key.squeeze(1)
 
     @uncompiled
-    def attend(  # pyright: ignore[reportIncompatibleMethodOverride]
+    def attend(  # pyrefly: ignore[bad-override]
         self,
         q: Tensor,
         latents: Tensor,
@@ -168,7 +168,7 @@ class ChosenAttention(CoreAttention):
         """Maps `q` (batch, seq, heads, size) to (batch, seq, heads, kv_rank), over `latents` (batch, keys, size); the
         indexer learns from the queries that are `real` (batch, seq), by default all."""
         places = self.places(q.shape[1], q.device) + latents.shape[1]
-        return _Chosen.apply(q, latents, index_queries, index_keys, weights, self, places, documents, real)  # pyright: ignore[reportReturnType]
+        return _Chosen.apply(q, latents, index_queries, index_keys, weights, self, places, documents, real)
 
     def seen(self, places: Tensor, keys: int, documents: Documents | None) -> Tensor:
         """Returns which of `keys` keys the queries at `places` see, (batch or 1, queries, keys)."""

@@ -310,7 +310,7 @@ class LayerTokens(NamedTuple):
 class PositionEmbedding(Embedding):
     """Learned positions: a vector (d_model,) for each of seq_len positions."""
 
-    def forward(self, input: Tensor, shape: torch.Size) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def forward(self, input: Tensor, shape: torch.Size) -> Tensor:  # pyrefly: ignore[bad-override]
         """Returns the position embedding of tokens of `shape` (batch, seq): (seq, d_model) at positions `input` (seq,),
         the same for every sequence, or (batch, seq, d_model) at (batch, seq)."""
         return super().forward(input)
@@ -336,7 +336,7 @@ class Block(nn.Module):
         self.attn = make_sublayer(ATTENTION, kind.attention, model_for(model, kind.attention), layer)
         for core in self.attn.modules():
             if hasattr(core, "routing"):
-                core.routing = routing  # pyright: ignore[reportArgumentType]
+                core.routing = routing  # pyrefly: ignore[bad-argument-type]
         self.attn_post_norm = make_norm(model) if model.norms_outputs else nn.Identity()
         apart = kind.routed and model.moe.own_norms
         plain = RMSNorm(model.d_model, model.norm_eps, elementwise_affine=False) if apart else None

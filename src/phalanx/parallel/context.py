@@ -38,13 +38,13 @@ def to_heads(x: Tensor, ulysses: Axis, slices: int = 1) -> Tensor:
     to several ranks."""
     if x.shape[1] < ulysses.size:
         x = x.repeat_interleave(ulysses.size // x.shape[1], dim=1)
-    return _ExchangeHeads.apply(x, ulysses, slices, True)  # pyright: ignore[reportReturnType]
+    return _ExchangeHeads.apply(x, ulysses, slices, True)
 
 
 @uncompiled
 def to_tokens(x: Tensor, ulysses: Axis) -> Tensor:
     """Maps (batch, heads / ranks, tokens × ranks, size) back to (batch, heads, tokens, size)."""
-    return _ExchangeHeads.apply(x, ulysses, 1, False)  # pyright: ignore[reportReturnType]
+    return _ExchangeHeads.apply(x, ulysses, 1, False)
 
 
 class _ExchangeHeads(torch.autograd.Function):
@@ -191,7 +191,7 @@ class WholeSequences:
         """Maps (batch, tokens here, size) to (batch, tokens of all ranks, size), in order of position."""
         seq_len = self.cp.size * x.shape[1]
         order = torch.cat([places_of(self.layout, seq_len, rank, x.device) for rank in range(self.cp.size)])
-        return _GatherSequences.apply(x, order, self.cp)  # pyright: ignore[reportReturnType]
+        return _GatherSequences.apply(x, order, self.cp)
 
     def places(self, seq: int, device: torch.device) -> Tensor:
         """Returns the positions of `seq` tokens here, counted from the end of the sequence."""

@@ -29,7 +29,7 @@ class DeepExchange(TokenExchange):
     def send(self, tokens: Tensor, chosen: Tensor, gates: Tensor, n: int) -> DeepTokens:
         """Starts to send, as TokenExchange.send."""
         sent = DeepTokens(self.ep, self._buffer(tokens), chosen.where(chosen < n, -1), n)
-        sent.arriving = _DeepDispatch.apply(tokens, gates.to(torch.promote_types(gates.dtype, torch.float32)), sent)  # pyright: ignore[reportAttributeAccessIssue]
+        sent.arriving = _DeepDispatch.apply(tokens, gates.to(torch.promote_types(gates.dtype, torch.float32)), sent)
         return sent
 
     @uncompiled
@@ -42,7 +42,7 @@ class DeepExchange(TokenExchange):
     @uncompiled
     def send_back(self, outputs: Tensor, sent: DeepTokens) -> None:
         """Starts to return the outputs of the tokens that arrived."""
-        sent.arriving = (_DeepCombine.apply(outputs, sent),)  # pyright: ignore[reportAttributeAccessIssue]
+        sent.arriving = (_DeepCombine.apply(outputs, sent),)
 
     @uncompiled
     def arrive_back(self, sent: DeepTokens) -> Tensor:
@@ -51,7 +51,7 @@ class DeepExchange(TokenExchange):
         return sent.arriving[0]
 
     def _buffer(self, tokens: Tensor) -> Any:
-        from deep_ep import Buffer  # pyright: ignore[reportMissingImports] -- an optional library
+        from deep_ep import Buffer  # pyrefly: ignore[missing-import] -- an optional library
 
         width, ranks = tokens.shape[1] * max(2, tokens.element_size()), self.ep.size
         if width not in self.buffers:

@@ -345,7 +345,7 @@ class TokenExchange:
         slots = slots._replace(choices=slots.choices[:sent])
         out = _ExchangeRows(self.ep, to, of)
         both = torch.cat((tokens, gates), -1)
-        arriving = out.start(SpreadTokens.apply(both, slots.choices, slots.rows, None, slots.kept))  # pyright: ignore[reportArgumentType]
+        arriving = out.start(SpreadTokens.apply(both, slots.choices, slots.rows, None, slots.kept))
         numbers = _ExchangeRows(self.ep, to, of)
         names = numbers.start(chosen.index_select(0, tokens_of(slots.choices, slots.rows)).int())
         rows = sum(sum(line[size + mine.start : size + mine.stop]) for line in table)
@@ -369,7 +369,7 @@ class TokenExchange:
         """Returns the sums of each token's outputs, (tokens, d_model)."""
         rows, slots = sent.out.wait(sent.take()), sent.slots
         assert slots.kept is not None, "a token may have all its experts on one rank"
-        return Combine.apply(rows, slots.kept.to(rows.dtype), slots.choices, slots.rows)  # pyright: ignore[reportReturnType]
+        return Combine.apply(rows, slots.kept.to(rows.dtype), slots.choices, slots.rows)
 
 
 def chosen_of(moe: MixtureOfExperts, routed: RoutedTokens) -> Tensor:
@@ -484,11 +484,11 @@ class _ExchangeRows:
 
     def start(self, rows: Tensor) -> Tensor:
         """Starts sending. Returns the tensor (sum of `taken`, d_model) that holds the received rows after `wait`."""
-        return _Start.apply(rows, self)  # pyright: ignore[reportReturnType]
+        return _Start.apply(rows, self)
 
     def wait(self, arriving: Tensor) -> Tensor:
         """Returns the received rows."""
-        return _Wait.apply(arriving, self)  # pyright: ignore[reportReturnType]
+        return _Wait.apply(arriving, self)
 
     def begin(self, rows: Tensor, sent_rows: list[int], received_rows: list[int]) -> Tensor:
         """Starts sending rows, and returns the tensor that receives the others'."""

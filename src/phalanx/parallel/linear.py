@@ -112,7 +112,7 @@ class OwnProduct:
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """Returns x weightᵀ + bias: (..., inputs) by (outputs, inputs) to (..., outputs)."""
-        return _Linear.apply(x, weight, bias, self.product)  # pyright: ignore[reportReturnType]
+        return _Linear.apply(x, weight, bias, self.product)
 
 
 def _multiply(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -252,7 +252,7 @@ def _small_gradient(
 ) -> Tensor | None:
     """Computes `gradient_of_weight` without a transposed copy of the whole, or adds it to `out`; None if it cannot."""
     small = small_products() if _kernel(multiply) is _multiply else None
-    return small and small.add_weight_gradient(gradient.flatten(0, -2), x.flatten(0, -2), out)
+    return small.add_weight_gradient(gradient.flatten(0, -2), x.flatten(0, -2), out) if small else None
 
 
 def _kernel(multiply: Multiply | GroupedProduct) -> Multiply | GroupedProduct:

@@ -98,7 +98,7 @@ class MicroTensors:
             further=tuple(each.map(lambda x: x[chosen]) for each in self.further),
         )
 
-    def slice(self, number: int, slices: int) -> MicroTensors:
+    def sliced(self, number: int, slices: int) -> MicroTensors:
         """Returns one of several equal parts of its sequences."""
         if slices == 1:
             return self

@@ -253,7 +253,7 @@ class Pipeline:
     def shape(self, micro: MicroTensors, slices: int = 1) -> tuple[int, int, int]:
         """Returns the shape of a micro-batch, or of one of its slices, between two stages: (batch, tokens,
         stream_width)."""
-        batch, tokens = micro.slice(0, slices).tokens.shape
+        batch, tokens = micro.sliced(0, slices).tokens.shape
         return batch, tokens // self.token_parts, self.stages.config.stream_width
 
     def releases_input(self, stage: Stage) -> bool:
@@ -314,7 +314,7 @@ class Execution:
         self.replica.end_backward(action.stage, last=last)
 
     def _forward(self, action: Action, stage: Stage) -> None:
-        micro = self.micros[action.micro].slice(action.slice, self.slices)
+        micro = self.micros[action.micro].sliced(action.slice, self.slices)
         x = None if stage.first else self._read(action).requires_grad_()
         earlier = None
         if self.slices > 1:

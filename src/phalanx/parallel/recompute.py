@@ -148,7 +148,7 @@ class _Products(saved_tensors_hooks):
     def __init__(self) -> None:
         super().__init__(self.pack, self.unpack)
         # Hooks around this pass, such as those of offloaded activations, which autograd would not call.
-        outer = torch._C._autograd._top_saved_tensors_default_hooks(False)  # pyright: ignore[reportAttributeAccessIssue]
+        outer = torch._C._autograd._top_saved_tensors_default_hooks(False)  # pyrefly: ignore[implicit-import]
         self.outer: tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] = outer or (_same, _same)
         self.results: dict[int, tuple[Repeated, int, int, StorageWeakRef]] = {}
         """By storage: the computation, the number of its result, the result's version, and what keeps the key from

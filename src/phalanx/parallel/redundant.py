@@ -307,7 +307,7 @@ class _StandIn:
         return MethodType(found.__func__, self) if getattr(found, "__self__", None) is self.module else found
 
     def __call__(self, *inputs: Any) -> Any:
-        return type(self.module).forward(self, *inputs)  # pyright: ignore[reportArgumentType]
+        return type(self.module).forward(self, *inputs)
 
 
 def _with_copies(experts: Experts, rows: tuple[Tensor, Tensor], shared: CopiedExperts) -> tuple[Tensor, Tensor]:

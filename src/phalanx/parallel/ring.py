@@ -359,7 +359,7 @@ def ring_attention(
     head's softmax."""
     at_once = is_flash(q, v) and dropping is None and not reach.scoring.softcap
     sight = Sight(ring, q.shape[2], k.shape[2] // q.shape[2], reach, dropping, at_once)
-    return _Ring.apply(q, k, v, sinks, sight)  # pyright: ignore[reportReturnType]
+    return _Ring.apply(q, k, v, sinks, sight)
 
 
 class _Ring(torch.autograd.Function):

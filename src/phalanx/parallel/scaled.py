@@ -203,7 +203,7 @@ class ScaledProduct:
         else:
             # The kernels for rows are fast only with sums in fewer bits; the others use them forward.
             fast = not (tensorwise and self.of_gradient)
-            multiply = torch._scaled_mm  # pyright: ignore[reportPrivateImportUsage]
+            multiply = torch._scaled_mm
             y = multiply(first, second.t(), of_first, of_second.t(), out_dtype=x.dtype, use_fast_accum=fast)
         y = y.view(*x.shape[:-1], weight.shape[0])
         return y if bias is None else y + bias
@@ -260,7 +260,7 @@ def back(narrow: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _grouped(first: Tensor, second: Tensor, of_first: Tensor, of_second: Tensor, ends: Tensor) -> Tensor:
-    multiply = torch._scaled_grouped_mm  # pyright: ignore[reportPrivateImportUsage]
+    multiply = torch._scaled_grouped_mm
     return multiply(first, second, of_first, of_second, offs=ends, out_dtype=torch.bfloat16, use_fast_accum=True)
 
 

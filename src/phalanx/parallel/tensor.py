@@ -43,7 +43,7 @@ class NormAllHeads:
         assert isinstance(q_norm, nn.RMSNorm)
         assert isinstance(k_norm, nn.RMSNorm)
         whole = q_norm.normalized_shape[0], k_norm.normalized_shape[0]
-        return _RMSNorms.apply(q, k, q_norm.weight, k_norm.weight, self.tp, whole, q_norm.eps)  # pyright: ignore[reportReturnType]
+        return _RMSNorms.apply(q, k, q_norm.weight, k_norm.weight, self.tp, whole, q_norm.eps)
 
 
 @dataclass(frozen=True)
@@ -170,12 +170,12 @@ class TensorParallel:
     @uncompiled
     def gathered(self, x: Tensor) -> Tensor:
         """Returns all tokens (batch, seq, d_model) of `x`, this rank's part of them."""
-        return _GatherTokens.apply(x, self)  # pyright: ignore[reportReturnType]
+        return _GatherTokens.apply(x, self)
 
     @uncompiled
     def reduced(self, x: Tensor) -> Tensor:
         """Returns the sum over the ranks of `x` (batch, seq, d_model), onto the residual stream."""
-        return _ReduceTokens.apply(x, self)  # pyright: ignore[reportReturnType]
+        return _ReduceTokens.apply(x, self)
 
     @uncompiled
     def gather_input(self, module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -235,10 +235,10 @@ def _connect_block(block: Block, parallel: TensorParallel, recompute: Mode) -> s
         block.layer_input.table = ParallelEmbedding(block.layer_input.table, parallel)
     for _, half in block.sublayers():
         if hasattr(half, "norm_all_heads"):
-            half.norm_all_heads = NormAllHeads(parallel.tp)  # pyright: ignore[reportArgumentType]
+            half.norm_all_heads = NormAllHeads(parallel.tp)  # pyrefly: ignore[bad-argument-type]
         for core in half.modules():
             if hasattr(core, "sum_heads"):
-                core.sum_heads = SumHeads(parallel.tp)  # pyright: ignore[reportArgumentType]
+                core.sum_heads = SumHeads(parallel.tp)  # pyrefly: ignore[bad-argument-type]
     if not block.parallel:
         return set().union(
             *(
@@ -271,7 +271,7 @@ def _connect_half(half: nn.Module, connection: Connection, parallel: TensorParal
     routers."""
     named, made = dict(half.named_modules()), set[nn.Module]()
     if connection.reads:
-        half.project = ColumnParallel(parallel)  # pyright: ignore[reportArgumentType]
+        half.project = ColumnParallel(parallel)  # pyrefly: ignore[bad-argument-type]
         # The adapters' A read the input with their matrices.
         made |= {named[name] for read in connection.reads for name in (read, f"{read}.{A}") if name in named}
     else:
@@ -313,7 +313,7 @@ class ColumnParallel:
         every = [*layers, *compressing]
         weights = [layer.weight for layer in every]
         parameters = [p for layer in every for p in (self.parallel.constant(layer.weight), layer.bias)]
-        outputs: tuple[Tensor, ...] = _Columns.apply(x, self.parallel, layers[0].multiply, weights, *parameters)  # pyright: ignore[reportAssignmentType]
+        outputs: tuple[Tensor, ...] = _Columns.apply(x, self.parallel, layers[0].multiply, weights, *parameters)
         # Every rank has the whole A x, whose gradient here is the part from this rank's rows of B.
         compressed = iter(outputs[len(layers) :])
         pairs = zip(layers, outputs, strict=False)

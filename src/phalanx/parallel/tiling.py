@@ -152,7 +152,7 @@ def project_tiles(model: Transformer) -> set[nn.Module]:
             reads = [named[name] for name in kind.connection.reads if name in named]
             column = getattr(half, "project", None)
             if isinstance(column, ColumnParallel) and any(isinstance(layer, TiledRows) for layer in reads):
-                half.project = ProjectGathered(column.parallel)  # pyright: ignore[reportArgumentType]
+                half.project = ProjectGathered(column.parallel)  # pyrefly: ignore[bad-argument-type]
                 others |= set(reads)
     return others
 

@@ -114,7 +114,7 @@ class CrossEntropy:
         """Returns -log p(target) of every token, 0 where a position does not count: the shape of `targets`. The logits
         (..., columns) are overwritten."""
         losses = _Loss.apply(logits.flatten(0, -2), targets.flatten(), self, torch.is_grad_enabled())
-        return losses.view_as(targets)  # pyright: ignore[reportAttributeAccessIssue,reportOptionalMemberAccess]
+        return losses.view_as(targets)
 
     def parts(self, logits: Tensor, targets: Tensor, *, sloped: bool) -> tuple[Tensor, Tensor | None]:
         """Calls `compute`."""
@@ -175,7 +175,7 @@ class ChunkedLoss:
             gradient = gradient or _HeadGradient()
             gradient.waiting += 1
             self.pending = ref(gradient) if shared else None
-        return _Chunked.apply(x, weight, targets, self, multiply, gradient, graded)  # pyright: ignore[reportReturnType]
+        return _Chunked.apply(x, weight, targets, self, multiply, gradient, graded)
 
 
 ROWS = 1024
@@ -251,7 +251,7 @@ def merged_loss(sums: Tensor, chosen: Tensor, targets: Tensor, *, tp: Axis) -> T
     """Returns -log p(target) of every token, 0 where a position does not count, from parts of the vocabulary (tiles of
     each rank of `tp`): `sums` (tiles, tokens) are the logarithms of their sums of exp(logit), `chosen` (tiles, tokens)
     the target's logit or 0, `targets` (tokens,). `losses_and_slopes` communicates as many numbers."""
-    return _Merged.apply(sums, chosen, targets, tp)  # pyright: ignore[reportReturnType]
+    return _Merged.apply(sums, chosen, targets, tp)
 
 
 class _Merged(torch.autograd.Function):
@@ -326,7 +326,7 @@ class HeadRows:
         here, or the smoothed target's, for each token: (tokens,) both, in fp32 or wider; from the head's input `x`
         (tokens, d_model), product and matrix, and `targets` (tokens,)."""
         smoothing = self.loss.smoothing if torch.is_grad_enabled() else 0.0
-        return _Reduced.apply(x, weight, targets, self, multiply, smoothing)  # pyright: ignore[reportReturnType]
+        return _Reduced.apply(x, weight, targets, self, multiply, smoothing)
 
     def chunks(self, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
         """Yields the parts of tensors (tokens, ...) whose logits exist at once."""
@@ -358,7 +358,7 @@ class HeadTile(Head, Tile):
         super().__init__(model, part.size)
         self.rows = HeadRows(part.start, part.real, chunk, loss)
 
-    def forward(self, x: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def forward(self, x: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:  # pyrefly: ignore[bad-override-param-name]
         """Calls `HeadRows.reduce`."""
         assert self.weight is not None, "a tied head has no tiles"
         return self.rows.reduce(x, self.multiply, self.weight, targets)

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate, groupby, pairwise
-from typing import Any, Literal, NamedTuple, cast, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 from phalanx.blocks.parameters import Shapes, parameter_shapes
 from phalanx.config.layout import Layout, Recompute
@@ -181,7 +181,7 @@ def parse(text: str) -> tuple[RecomputeRun, ...]:
             )
         if not layers:
             raise JobError(f"{part} has no layers: remove it")
-        runs.append(RecomputeRun(layers, cast(Mode, mode)))
+        runs.append(RecomputeRun(layers, mode))
     return tuple(runs)
 
 

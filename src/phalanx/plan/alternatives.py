@@ -287,7 +287,7 @@ def fitted(request: PlanRequest, layout: Layout) -> Layout | None:
         return None
     several = request.global_batch > layout.data_ranks and layout.shard_ranks > 1 and layout.zero > 1
     for mode, accumulate in product(RECOMPUTE, ("local", "sharded") if several else ("local",)):
-        found = replace(layout, recompute=request.fixed.get("recompute", mode), accumulate=accumulate)
+        found = replace(layout, recompute=request.fixed.get("recompute", mode), accumulate=accumulate)  # pyrefly: ignore[bad-argument-type]
         if _fits(request, found):
             return found if layout.pp > 1 else _with_larger_batches(request, found)
     return None

@@ -152,7 +152,7 @@ def _changes(spec: StepSpec) -> Iterator[tuple[str, Layout]]:
         yield "layout.sp=true", replace(layout, sp=True)
     if not layout.loss_chunk:
         yield "layout.loss_chunk=auto", replace(layout, loss_chunk="auto")
-    open_micro = {"micro_batch": min(1, layout.micro_batch), "accumulation": 0}
+    open_micro: dict[str, Any] = {"micro_batch": min(1, layout.micro_batch), "accumulation": 0}
     for axis, legal in (("tp", model.n_heads % (2 * layout.tp) == 0), ("pp", model.n_layers >= 2 * layout.pp)):
         for data in ("dp_shard", "dp_replicate"):
             ranks = getattr(layout, data)
@@ -161,7 +161,7 @@ def _changes(spec: StepSpec) -> Iterator[tuple[str, Layout]]:
                 moved = replace(layout, **{axis: wider, data: fewer}, **open_micro)
                 zero = min(moved.zero, 2) if axis == "pp" else moved.zero
                 ep = gcd(layout.ep_shard, moved.shard_ranks) * (moved.tp if moved.folds else 1)
-                moved = replace(moved, zero=zero, ep=ep)
+                moved = replace(moved, zero=zero, ep=ep)  # pyrefly: ignore[bad-argument-type]
                 yield f"layout.{axis}={wider} layout.{data}={fewer}", moved
                 break
 

@@ -312,7 +312,8 @@ class Space:
 
 def space_of(request: PlanRequest) -> Space:
     """Returns the space of a request. Raises JobError if the fixed fields leave no layout."""
-    base, regathers = replace(Layout(), **{**request.fixed, "sp_regather": False}), request.regathers
+    fixed: dict[str, Any] = {**request.fixed, "sp_regather": False}
+    base, regathers = replace(Layout(), **fixed), request.regathers
     meshes = [mesh for world in request.devices for mesh in _meshes(request, world) if _takes_hpz(base, mesh)]
     schedules: dict[Scheduled, int] = {}
     options: list[NDArray[np.int32]] = []

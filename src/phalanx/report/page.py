@@ -390,12 +390,12 @@ def _bubble(profile: dict[str, Any]) -> float | None:
 def _compared(profile: dict[str, Any]) -> list[tuple[str, float, float]]:
     """Returns name, predicted and measured seconds of each part of a profile's comparison."""
     beside = profile.get("compared")
-    found = []
+    found = list[tuple[str, float, float]]()
     for part in beside.get("parts", []) if isinstance(beside, dict) else []:
         if isinstance(part, dict):
-            seconds = [number(part.get(name)) for name in ("predicted_s", "measured_s")]
-            if None not in seconds:
-                found.append((str(part.get("name")), *seconds))
+            predicted, measured = (number(part.get(name)) for name in ("predicted_s", "measured_s"))
+            if predicted is not None and measured is not None:
+                found.append((str(part.get("name")), predicted, measured))
     return found
 
 

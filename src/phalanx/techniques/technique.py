@@ -138,7 +138,7 @@ def problems(name: str, entry: Technique) -> Iterator[str]:
 
 def _wrong_options(options: type) -> Iterator[str]:
     """Yields what is wrong with the class of a technique's options."""
-    if not dataclasses.is_dataclass(options) or not options.__dataclass_params__.frozen:  # pyright: ignore[reportAttributeAccessIssue]
+    if not dataclasses.is_dataclass(options) or not options.__dataclass_params__.frozen:  # pyrefly: ignore[missing-attribute]
         yield f"options must be a frozen dataclass, is {options.__name__}"
         return
     if not (own := dataclasses.fields(options)):

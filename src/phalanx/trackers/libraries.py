@@ -143,7 +143,7 @@ class TensorBoardTracker(Tracker):
 
     def __init__(self, run: TrackedRun):
         # tensorboardX imports torch where it is installed, which takes seconds; scalars and texts do not need it.
-        sys.modules.setdefault("torch", None)  # pyright: ignore[reportArgumentType]
+        sys.modules.setdefault("torch", None)  # pyrefly: ignore[no-matching-overload]
         library = import_module("tensorboardX")
         self._writer: Any = library.SummaryWriter(
             str(run.folder),

@@ -239,7 +239,7 @@ class _MetricsServer(ThreadingTCPServer):
 
 class _MetricsHandler(BaseHTTPRequestHandler):
     timeout = REQUEST_S
-    server: _MetricsServer  # pyright: ignore[reportIncompatibleVariableOverride]
+    server: _MetricsServer  # pyrefly: ignore[bad-override-mutable-attribute]
 
     def do_GET(self) -> None:
         if self.path.partition("?")[0] not in ("/", "/metrics"):

@@ -322,7 +322,7 @@ class ElasticDiLoCo(DiLoCo):
         self, job: Job, mesh: Mesh, optimizer: ShardedOptimizer, device: torch.device, elastic: ElasticReplicas
     ):
         super().__init__(job, mesh, optimizer, device)
-        self.elastic, self.replicas = elastic, elastic.axis
+        self.elastic, self.replicas = elastic, elastic.axis  # pyrefly: ignore[bad-override-mutable-attribute]
 
     def after_update(self, step: int, requests: Requests, problem: str) -> Requests:
         """As LocalSGD's. Raises MembershipChangedError where this replica was too late."""

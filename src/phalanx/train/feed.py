@@ -10,6 +10,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -49,7 +50,7 @@ def unpacked(message: torch.Tensor, like: Sequence[MicroBatch]) -> list[MicroBat
     content, found = message.numpy(), list[MicroBatch]()
     first = 1
     for micro in like if content[0] else ():
-        fields: dict[str, np.ndarray | float] = {}
+        fields: dict[str, Any] = {}
         for name, dtype in _SENT.items():
             if (form := getattr(micro, name)) is None:
                 continue

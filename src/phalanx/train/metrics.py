@@ -250,13 +250,14 @@ class Recorder(Callback):
 
     def step(self, number: int, values: dict[str, float]) -> None:
         """Records step `number`, which ends now: `values` has its loss, gradient norm and learning rate."""
-        row = {"step": number, **values, **self.meter.step(number), "memory": devices.peak_memory(self.device)}
+        row = {"step": number, **values, **self.meter.step(number)}
+        row["memory"] = memory = devices.peak_memory(self.device)
         if found := self.stepper.assignments:
             row["cp_imbalance"] = sum(each.imbalance for each in found) / len(found)
             row["cp_skipped"] = sum(each.skips(self.stepper.job.layout) for each in found) / len(found)
             found.clear()
         self.newest = number
-        heartbeat.memory(row["memory"])
+        heartbeat.memory(memory)
         sources = self.source_tokens(number)
         self.rows.write("step", **row, **({"source_tokens": sources} if sources else {}))
         if self.milestones.shows(number):

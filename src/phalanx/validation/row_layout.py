@@ -352,7 +352,7 @@ def products_of(cells: Cells, cluster: Cluster, framework: str) -> Products:
                 )
             if products == "bf16" and not device.bf16_tflops:
                 return "fp16"
-            return products  # pyright: ignore[reportReturnType]
+            return products
     if re.search("fp32|float32", text):
         return "fp32"
     if text:

@@ -72,7 +72,7 @@ class InFloat64(TorchFunctionMode):
         torch.set_default_dtype(torch.float64)
         return super().__enter__()
 
-    def __exit__(self, *error: Any) -> None:
+    def __exit__(self, *error: Any) -> None:  # pyrefly: ignore[bad-override]
         super().__exit__(*error)
         torch.set_default_dtype(self._default)
 
@@ -82,7 +82,7 @@ class InFloat64(TorchFunctionMode):
         func = torch.Tensor.double if func is torch.Tensor.float else func
         wide = [torch.float64 if value is torch.float32 else value for value in args]
         named = {name: torch.float64 if value is torch.float32 else value for name, value in (kwargs or {}).items()}
-        return func(*wide, **named)
+        return func(*wide, **named)  # pyrefly: ignore[bad-argument-type]
 
 
 @dataclass

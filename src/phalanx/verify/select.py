@@ -97,9 +97,6 @@ MATRIX = (
 )
 """Each axis and technique alone, in all its forms, in lines of at most 8 ranks; the covering set combines them."""
 
-CHOICES = {"sp": (False, True), "zero": (1, 2, 3), "recompute": MODES}
-"""Settings that `full` combines with every product of the axes, if they apply."""
-
 CONTEXTS = (1, 2)
 """Context-parallel ranks in `full`."""
 
@@ -108,15 +105,16 @@ PIPELINES = (2, 3, 4)
 
 
 def products(max_ranks: int) -> Iterator[Layout]:
-    """Yields every product dp_replicate × dp_shard × cp × tp of 2 to `max_ranks` ranks, in every form of CHOICES."""
+    """Yields every product dp_replicate × dp_shard × cp × tp of 2 to `max_ranks` ranks, with and without sequence
+    parallelism, in every stage of ZeRO and every mode of recomputation."""
     degrees = range(1, max_ranks + 1)
     for replicate, shard, cp, tp in itertools.product(degrees, degrees, CONTEXTS, degrees):
         if not 2 <= replicate * shard * cp * tp <= max_ranks:
             continue
-        for sp, zero, recompute in itertools.product(*CHOICES.values()):
+        for sp, zero, recompute in itertools.product((False, True), (1, 2, 3), MODES):
             if (sp and tp == 1) or (zero < 3 and shard * cp == 1):
                 continue  # the same as without
-            yield Layout(dp_replicate=replicate, dp_shard=shard, cp=cp, tp=tp, sp=sp, zero=zero, recompute=recompute)
+            yield Layout(dp_replicate=replicate, dp_shard=shard, cp=cp, tp=tp, sp=sp, zero=zero, recompute=recompute)  # pyrefly: ignore[bad-argument-type]
 
 
 def every_schedule(max_ranks: int) -> Iterator[Layout]:

@@ -269,13 +269,14 @@ class StepRecorder:
         module.register_forward_hook(see)
 
     def _projecting(self, path: str, half: nn.Module) -> Callable[..., tuple[Tensor, ...]]:
-        project, names = half.project, {id(module): name for name, module in half.named_modules()}
-        head = getattr(half, "head_size", 1)
+        project: Any = half.project
+        names = {id(module): name for name, module in half.named_modules()}
+        head: Any = getattr(half, "head_size", 1)
 
         def see(layers: Sequence[nn.Module], x: Tensor) -> tuple[Tensor, ...]:
             for layer in layers:
                 self._keep_weights(f"{path}.{names[id(layer)]}", layer)
-            outputs: tuple[Tensor, ...] = project(layers, x)  # pyright: ignore[reportCallIssue]
+            outputs: tuple[Tensor, ...] = project(layers, x)
             for layer, y in zip(layers, outputs, strict=True):
                 unit = ("head", head) if head > 1 else ("column", 1)
                 # Of a key head with copies each rank has the gradient from its own query heads.

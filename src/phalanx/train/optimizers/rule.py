@@ -38,7 +38,7 @@ Formula = Callable[..., tuple[Tensor, ...]]
 """A function of weights, gradients, state, all (n,), and numbers that returns new weights and state."""
 
 
-uncompiled(torch.optim.Optimizer.add_param_group.__wrapped__)  # pyright: ignore[reportFunctionMemberAccess]
+uncompiled(torch.optim.Optimizer.add_param_group.__wrapped__)  # pyrefly: ignore[missing-attribute]
 
 
 class UpdateRule(torch.optim.Optimizer):
@@ -211,7 +211,7 @@ def undone(bad: Tensor | None, *tensors: Tensor) -> Iterator[None]:
     before = [] if bad is None else [tensor.clone() for tensor in tensors]
     yield
     for tensor, old in zip(tensors, before, strict=False):
-        torch.where(bad, old, tensor, out=tensor)  # pyright: ignore[reportArgumentType, reportCallIssue]
+        torch.where(bad, old, tensor, out=tensor)  # pyrefly: ignore[bad-argument-type]
 
 
 class MatrixRule(torch.optim.Optimizer):

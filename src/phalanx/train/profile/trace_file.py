@@ -130,7 +130,7 @@ def merged(paths: Sequence[Path]) -> tuple[bytes, list[str]]:
 
 
 def _unpacked(path: Path, most: int) -> bytes | None:
-    with open_regular(path) as file, gzip.GzipFile(fileobj=io.BufferedReader(file)) as unpacked:  # pyright: ignore[reportArgumentType]
+    with open_regular(path) as file, gzip.GzipFile(fileobj=io.BufferedReader(file)) as unpacked:
         content = unpacked.read(most + 1)
     return content if len(content) <= most else None
 

@@ -136,7 +136,7 @@ class _Objective:
 
     def backward(self, name: str, _: Tensor) -> None:
         # The engine calls back when the whole backward pass is done.
-        engine: Any = torch.autograd.Variable._execution_engine  # pyright: ignore[reportAttributeAccessIssue]
+        engine: Any = torch.autograd.Variable._execution_engine
         engine.queue_callback(partial(self.passes.add, "backward", name, now()))
 
 
