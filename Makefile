@@ -20,14 +20,17 @@ help: ## list the targets
 setup: $(VENV)/.installed ## make .venv and install the project with pinned versions
 
 # The stamp is newer than what it was made from: a second call installs nothing. On a terminal pip shows its progress.
-# pip would compile the packages' modules on one core, also the half of them that are seldom imported: models of transformers,
-# mocks, tests.
+# Python's own pip of 2023 takes twice the time of a newer one, and would compile every module on one core; those that each
+# process imports are compiled here, the others where they are imported.
+COMPILED := torch sympy mpmath numpy transformers
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	@[ -t 1 ] && quiet= || quiet=--quiet; extra=$$($(PYTHON) .ci/torch_index.py $(BIN)/python); \
 	echo "Installing Phalanx with pinned versions$${extra:+ and torch for CPUs, a few hundred MB: no GPU here}"; \
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check 'pip>=25.3' || true; \
 	$(BIN)/python -m pip install $$quiet --no-compile --disable-pip-version-check -c constraints.txt $$extra -e '.[$(EXTRAS)]'
-	@$(BIN)/python -m compileall -qq -j 0 -x '/(transformers/models|moto|pip|tests)/|torch/testing/_internal' $(VENV)/lib || true # templates of some packages are no Python
+	@$(BIN)/python -m compileall -qq -j 0 -x '/transformers/models/|/tests/|torch/testing/_internal' \
+		$(addprefix $(VENV)/lib/python3*/site-packages/,$(COMPILED)) || true # some are in [dev] alone
 	@touch $@
 
 $(VENV)/.documented: $(VENV)/.installed
