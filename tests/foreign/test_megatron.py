@@ -169,6 +169,32 @@ def test_what_is_not_understood_is_named(tmp_path):
     assert [each.path for each in theirs.unknown if "pipeline" in each.name] == ["layout.pp"]
 
 
+@pytest.mark.parametrize(
+    "more",
+    [
+        *("--recompute-granularity foo", "--recompute-method foo", "--fp8-format hybrid --fp8-recipe foo"),
+        *("--use-megatron-fsdp --data-parallel-sharding-strategy foo", "--activation-func torch.nn.functional.mish"),
+        *("--num-experts 8 --moe-token-dispatcher-type foo", "--cuda-graph-impl foo", "--batch-size 3"),
+        "--fp8-format e5m2",
+    ],
+)
+def test_a_word_that_means_nothing_here_is_no_default(tmp_path, more):
+    assert [each.name for each in script(tmp_path, more).unknown] == [more.split()[-2]]
+
+
+def test_query_groups_need_their_switch(tmp_path):
+    theirs = script(tmp_path, "--num-query-groups 8")
+    assert "model.n_kv_heads" not in settings(theirs)
+    assert ["heeds it with group_query_attention only" in e.why for e in theirs.without_counterpart].count(True) == 1
+
+
+def test_yaml_with_one_argument_in_two_sections(tmp_path):
+    path = tmp_path / "model.yaml"
+    path.write_text("language_model: {num_layers: 4}\nmodel_parallel: {num_layers: 8, tensor_model_parallel_size: 2}\n")
+    with pytest.raises(JobError, match="model_parallel.num_layers 8: line 1 has language_model.num_layers 4: keep one"):
+        read(path)
+
+
 def test_values_without_a_counterpart_say_whether_they_matter(tmp_path):
     theirs = script(tmp_path, "--tp-comm-overlap --log-interval 3 --data-path $1")
     assert {

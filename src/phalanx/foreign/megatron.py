@@ -11,7 +11,7 @@ import yaml
 
 from phalanx.errors import JobError
 from phalanx.foreign import shell
-from phalanx.foreign.frame import Fields, ForeignFormat, Source, Stated, Unresolved, yaml_values
+from phalanx.foreign.frame import Fields, ForeignFormat, Source, Stated, Unresolved, once, yaml_values
 from phalanx.foreign.megatron_core import CHOOSES, COVERS, FIXED, core, written
 from phalanx.foreign.shell import Script, ScriptWord
 
@@ -140,7 +140,7 @@ def parse_yaml(source: Source) -> Sequence[Stated]:
         if isinstance(value, str) and "$" in value:
             value = Unresolved(value, "a variable that the file does not set")
         found.append(Stated(name, value, each.line, each.text, label=each.name))
-    return found
+    return once(source, found)
 
 
 def launched(fields: Fields) -> None:
@@ -176,8 +176,19 @@ def finish(fields: Fields) -> None:
             f"{fields.origin('max_position_embeddings')}: {positions:,} positions for sequences of {length:,} tokens, "
             f"which Megatron-LM refuses; nearest: {length}"
         )
+    grouped(fields)
     core(fields)
     overlapped(fields, "overlap_grad_reduce" in fields.stated)
+
+
+def grouped(fields: Fields) -> None:
+    """Heeds query groups only beside group_query_attention, as Megatron-LM's arguments do
+    (core_transformer_config_from_args)."""
+    switch = "group_query_attention"
+    if fields.has("num_query_groups") and not fields.on(switch):
+        why = f"Megatron-LM heeds it with {switch} only: every head has keys and values of its own"
+        fields.leave("num_query_groups", why, affects=False)
+        fields.stated.setdefault(switch, Stated(switch, False))
 
 
 def overlapped(fields: Fields, overlaps: bool) -> None:
