@@ -459,7 +459,6 @@ def test_bad_files(tmp_path, name, text, said):
         (axolotl, "fsdp: [no_shard]", ["fsdp"]),
         (axolotl, "context_parallel_size: 2\nsequence_parallel_degree: 4", ["sequence_parallel_degree"]),
         (axolotl, "max_steps: ${STEPS}\nwarmup_ratio: 0.1", ["max_steps"]),
-        (automodel, "dataset: {seq_len: 8}\nseed: 1\nrng: {seed: 2}", ["rng.seed"]),
         (automodel, "dataset: {seq_len: 8}\nfp8: {enabled: '${oc.env:FP8}'}", ["fp8.enabled"]),
     ],
 )
