@@ -483,7 +483,12 @@ class ChatPrompts:
         return self.encode(self.text(messages))
 
     def text(self, messages: Sequence[Mapping[str, Any]]) -> str:
-        """Returns the text of a conversation up to where the model's answer begins. Raises as a call does."""
+        """Returns the text of a conversation up to where the model's answer begins. Raises as a call does, also for
+        what messages have that the template does not write."""
+        for number, message in enumerate(messages):
+            for name in message.keys() - {"role", "content"}:
+                if message[name] and name not in self.template.source:
+                    raise ValueError(f"messages[{number}].{name[:100]} is not written by the model's chat template")
         with self._lock:
             return self._renderer.prompt(messages)
 
