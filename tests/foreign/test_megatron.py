@@ -182,6 +182,26 @@ def test_a_word_that_means_nothing_here_is_no_default(tmp_path, more):
     assert [each.name for each in script(tmp_path, more).unknown] == [more.split()[-2]]
 
 
+@pytest.mark.parametrize(
+    ("before", "after", "said"),
+    [
+        ("pretrain_gpt.py", "pretrain_gpt.py \\\n  # --swiglu \\\n  --bf16", "line 21 begins a command with --bf16"),
+        ("pretrain_gpt.py", "pretrain_gpt.py --moe-layer-freq ([0]*1)", r"line 19 has a \( outside of quotes"),
+        ("--vocab-size 50257", "--vocab-size 50257 --context-parallel-size", "context-parallel-size: needs a value"),
+    ],
+)
+def test_what_a_shell_reads_otherwise_than_it_looks(tmp_path, before, after, said):
+    with pytest.raises(JobError, match=said):
+        script(tmp_path, text=GPT.replace(before, after))
+
+
+def test_two_trainings_of_one_script(tmp_path):
+    again = "torchrun pretrain_gpt.py ${ARGS[@]}"
+    assert script(tmp_path, text=f"{GPT}echo {again}\n").unknown == ()
+    [unknown] = script(tmp_path, text=f"{GPT}{again} --swiglu\n").unknown
+    assert unknown.why == "another command trains, too, with other options"
+
+
 def test_query_groups_need_their_switch(tmp_path):
     theirs = script(tmp_path, "--num-query-groups 8")
     assert "model.n_kv_heads" not in settings(theirs)

@@ -269,7 +269,8 @@ class Fields:
         try:
             return converted(value, kind)
         except ValueError as error:
-            self.problems.append(f"{self.origin(name)}: {error}")
+            bare = value is True and not self.stated[name].text  # an option of a command line
+            self.problems.append(f"{self.origin(name)}: {'needs a value' if bare else error}")
             return default
 
     def choice(self, name: str, default: str, known: Iterable[str], path: str = "") -> str:

@@ -65,7 +65,10 @@ def _command(script: Script) -> tuple[list[ScriptWord], str]:
     doubtful = [(_flat(words), why) for words, why in script.doubtful]
     best = max([*several, *doubtful], key=lambda each: (_rank(each[0]), len(each[0])), default=([], ""))
     if _rank(best[0])[0]:
-        return best
+        others = [
+            words for words in map(_flat, script.commands) if _rank(words)[0] and _texts(words) != _texts(best[0])
+        ]
+        return best[0], best[1] or ("another command trains, too, with other options" if others else "")
     with_options = [words for words in map(_flat, script.variables.values()) if any(map(_is_option, words))]
     return [word for words in (with_options or [words for words, _ in several]) for word in words], ""
 
@@ -77,6 +80,12 @@ def _flat(words: Sequence[ScriptWord]) -> list[ScriptWord]:
         has_options = " --" in word.text or word.text.lstrip().startswith("--")
         found += shell.words_of(word) if has_options and re.search(r"\s", word.text.strip()) else [word]
     return found
+
+
+def _texts(words: Sequence[ScriptWord]) -> list[str]:
+    """Returns the texts from the program on: a command that is shown before it runs has another beginning."""
+    first = next((n for n, word in enumerate(words) if ".py" in word.text), 0)
+    return [word.text for word in words[first:]]
 
 
 def _rank(words: Sequence[ScriptWord]) -> tuple[bool, int]:
