@@ -317,6 +317,7 @@ def test_no_value_of_another_kind_is_dropped_silently(row: dict[str, Any]) -> No
     [
         ({"instruction": "q", "input": {"a": 1}, "output": "a"}, "instruction and input are texts, found an object"),
         ({"instruction": "q", "output": "a", "text": "q b"}, "text stands beside .*data.ignore_keys=.text"),
+        ({"messages": [USER, SAID], "split": "test"}, "split is 'test', and every row is trained on"),
         ({"instruction": "q", "output": "a", "history": 5}, "history is a whole number, not a list"),
         ({"messages": [USER, SAID], "tools": [1]}, "tools is not a list of objects, .* found a whole number"),
         ({"messages": [USER, SAID], "tools": '[{"name": "f", "name": "g"}]'}, "tools: the key 'name' is given twice"),

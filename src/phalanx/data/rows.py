@@ -248,6 +248,8 @@ rating ratings quality difficulty redacted toxic meta metadata extra info annota
 """
 METADATA = frozenset(_METADATA.split())
 """Fields of a row that describe it and train nothing, in published data sets."""
+_HELD_OUT = ("test", "validation", "valid", "val", "dev", "eval", "evaluation")
+"""Values of the field `split` of rows that are not for training."""
 _SAYS_NOTHING = (None, "", [])
 """Values of a field that are no reason to refuse it."""
 _OF_MESSAGES = "messages."
@@ -285,6 +287,11 @@ def require_known(record: Mapping[str, Any], known: Collection[str]) -> None:
     or text say nothing, so they are no reason."""
     every = {*known, *_EXTRA}
     unknown = [name for name, value in record.items() if name not in every | METADATA and value not in _SAYS_NOTHING]
+    if str(record.get("split")).lower() in _HELD_OUT:
+        raise ValueError(
+            f"split is {record['split']!r}, and every row is trained on: take out those of other splits, whose part "
+            "data.val_fraction plays, or train on them with data.ignore_keys=[split]"
+        )
     if "label" in unknown and "completion" in known:
         raise ValueError(
             "'label' is that of KTO, which marks an answer as good or bad: keep only rows whose label is true, without "
