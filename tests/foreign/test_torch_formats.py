@@ -302,6 +302,15 @@ def test_axolotl_follows_a_deepspeed_file(tmp_path):
     assert stated.origin.endswith("zero2.json:1 zero_optimization.stage")
 
 
+def test_two_numbers_in_a_file_and_its_deepspeed_file(tmp_path):
+    for own in ('"auto"', "4"):
+        put(tmp_path, "zero2.json", f'{{"zero_optimization": {{"stage": 2}}, "gradient_accumulation_steps": {own}}}')
+        assert settings(axolotl(tmp_path, "deepspeed: zero2.json"))["layout.accumulation"] == "4"
+    put(tmp_path, "zero2.json", '{"zero_optimization": {"stage": 2}, "gradient_accumulation_steps": 8}')
+    with pytest.raises(JobError, match="gradient_accumulation_steps 8: .*tune.yaml has 4; transformers refuses"):
+        axolotl(tmp_path, "deepspeed: zero2.json")
+
+
 def test_a_file_that_is_not_there_or_is_this_one(tmp_path):
     (unknown,) = axolotl(tmp_path, "deepspeed: none/zero9.json").unknown
     assert (unknown.name, "no such file" in unknown.why) == ("deepspeed", True)

@@ -177,7 +177,12 @@ def included(source: Source, stated: Sequence[Stated], name: str) -> list[Stated
         inner = deepspeed_values(Source(path, read_text(path, MOST_BYTES)))
     except (OSError, UnicodeDecodeError) as error:
         raise JobError(f"{path}: cannot be read: {error}") from None
-    own = {each.name for each in stated}
+    own = {each.name: each for each in stated}
+    if wrong := [each for each in inner if each.value not in (None, own.get(each.name, each).value)]:
+        both = (
+            f"{path}:{each.line} {each.name} {each.value}: {source.path} has {own[each.name].value}" for each in wrong
+        )
+        raise JobError([f"{each}; transformers refuses such a pair" for each in both])
     return [*stated, *(replace(each, path=path) for each in inner if each.name not in own)]
 
 
