@@ -156,14 +156,14 @@ def test_fields_have_the_type_that_is_asked_for():
     assert (field(entry, "a", int), field(entry, "b", str), field(entry, "a", float)) == (1, "x", 1.0)
     assert (field(entry, "c", bool), field(entry, "d", float)) == (True, 0.5)
     for name, kind, message in (
-        ("c", int, "'c' is bool, expected int"),
-        ("c", float, "'c' is bool, expected float"),
-        ("b", int, "'b' is str, expected int"),
-        ("none", str, "'none' is NoneType, expected str"),
+        ("c", int, "'c' is true or false, expected a whole number"),
+        ("c", float, "'c' is true or false, expected a number"),
+        ("b", int, "'b' is text, expected a whole number"),
+        ("none", str, "'none' is null, expected text"),
     ):
         with pytest.raises(ValueError, match=message):
             field(entry, name, kind)
-    with pytest.raises(ValueError, match="expected an object with 'a', found list"):
+    with pytest.raises(ValueError, match="expected an object with 'a', found a list"):
         field([1], "a", int)
 
 

@@ -12,6 +12,7 @@ import json
 import os
 import re
 import stat
+from collections.abc import Mapping
 from io import BufferedReader
 from pathlib import Path
 from typing import Any, TypeVar
@@ -118,16 +119,32 @@ def parse_json(text: str | bytes, *, lenient: bool = False, once: str = "") -> A
     return value
 
 
+_WORDS: Mapping[type, str] = {
+    dict: "an object",
+    list: "a list",
+    str: "text",
+    type(None): "null",
+    bool: "true or false",
+    int: "a whole number",
+    float: "a number",
+}
+
+
+def kind_of(value: object) -> str:
+    """Returns what a value of JSON is in words: "a list"."""
+    return _WORDS.get(type(value), f"a value of type {type(value).__name__}")
+
+
 def field(entry: Any, name: str, kind: type[T]) -> T:
     """Returns the field of a JSON object. Raises ValueError if it is absent, of another type than `kind`, or if `entry`
     is no object. A boolean is no integer; an integer is a number."""
     if not isinstance(entry, dict):
-        raise ValueError(f"expected an object with {name!r}, found {type(entry).__name__}")
+        raise ValueError(f"expected an object with {name!r}, found {kind_of(entry)}")
     value = entry.get(name)
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)  # pyrefly: ignore[bad-return]
     if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
-        raise ValueError(f"{name!r} is {type(value).__name__}, expected {kind.__name__}")
+        raise ValueError(f"{name!r} is {kind_of(value)}, expected {_WORDS.get(kind, kind.__name__)}")
     return value
 
 

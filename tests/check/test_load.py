@@ -17,13 +17,13 @@ from phalanx.errors import JobError
 from phalanx.techniques import catalogue as techniques
 
 
-def load(tmp_path, text="", argv=()):
+def load(tmp_path, text="train: {}", argv=()):
     path = tmp_path / "job.yaml"
     path.write_text(text)
     return load_words(overrides.parse([str(path), *argv], {"fresh", "json"}))
 
 
-def problems(tmp_path, text="", argv=()):
+def problems(tmp_path, text="train: {}", argv=()):
     with pytest.raises(JobError) as caught:
         load(tmp_path, text, argv)
     return caught.value.problems
@@ -351,7 +351,7 @@ def test_a_number_of_nodes_is_given_once(tmp_path):
     [said] = problems(tmp_path, text, sharded)
     assert said.endswith("job.yaml:1: cluster.nodes: is 2, and cluster=dgx-h100:4 says 4")
     words = ["cluster=dgx-h100:4", "cluster.nodes=2"]
-    assert "cluster.nodes=2: is 2, and cluster=dgx-h100:4 says 4" in problems(tmp_path, "", [*words, *sharded])[0]
+    assert "cluster.nodes=2: is 2, and cluster=dgx-h100:4 says 4" in problems(tmp_path, argv=[*words, *sharded])[0]
     assert load(tmp_path, "cluster: dgx-h100:4\n", ["cluster.nodes=2", *sharded]).job.cluster.nodes == 2
 
 

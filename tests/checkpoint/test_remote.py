@@ -275,12 +275,12 @@ def test_a_process_that_is_killed_between_uploads_leaves_nothing_visible(url, ro
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"{}", "'format' is NoneType"),
+        (b"{}", "'format' is null"),
         (b"[" * 99, "is damaged: "),
         (b" " * 2**17, "is damaged: it is larger than 65536 bytes"),
         ({"folder": "../x"}, "is damaged: it does not name a folder of step 10"),
         ({"folder": folder_of(20, "0" * 16)}, "is damaged: it does not name a folder of step 10"),
-        ({"objects": True}, "is damaged: 'objects' is bool, expected int"),
+        ({"objects": True}, "is damaged: 'objects' is true or false, expected a whole number"),
         ({"version": 2}, "the commit record of step 10 has version 2; this program reads 1"),
     ],
 )

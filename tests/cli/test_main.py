@@ -268,6 +268,7 @@ IN_VAIN = {
     "--from has no effect without --svg": ("simulate", *H100, "--from", "0.1"),
     "--slow-link tp=2: the layout has one rank along tp": ("simulate", *H100, "--slow-link", "tp=2"),
     "--straggler 0 is given twice": ("simulate", *H100, "--straggler", "0=2", "0=3"),
+    "--slow-link 0-1 is given twice": ("simulate", *H100, "--slow-link", "0-1=2", "1-0=3"),
     "--out has no effect without --table": ("predict", *H100, "--out", "x.csv"),
     "--ignore has no effect without --from": ("predict", *H100, "--ignore", "x"),
     "--largest excludes --tokens": ("predict", *H100, "--largest", "80", "--tokens", "1T"),

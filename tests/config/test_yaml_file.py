@@ -95,8 +95,9 @@ def test_a_missing_example_is_answered_with_the_verb_that_writes_them(tmp_path, 
     assert "`phalanx examples all` writes the example jobs" in read(Path("examples/main.yaml"))[1][0]
 
 
-def test_an_empty_file_sets_nothing():
-    assert parse("# nothing\n", "j") == ([], [])
+@pytest.mark.parametrize("text", ["# nothing\n", "", "{}"])
+def test_an_empty_file_is_no_job(text):
+    assert parse(text, "j") == ([], ["j: is empty: it sets no field of a job (`phalanx init` begins one)"])
 
 
 keys = st.sampled_from([*leaves(), "train.stepz", "model", "x", "a.b.c", ""])

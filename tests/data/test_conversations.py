@@ -294,3 +294,7 @@ def test_without_a_template_there_are_no_prompts_and_refusals_are_passed_on(tmp_
     refusing = ChatTemplate("{{ raise_exception('no') }}", {}, "refusing", trusted=True)
     with pytest.raises(ValueError, match="TemplateError: no"):
         ChatPrompts(refusing, ByteTokenizer())([ASKED])
+    silent = ChatTemplate("{{ messages[0].content }}", {}, "silent", trusted=True)
+    with pytest.raises(ValueError, match=r"messages\[0\].name is not written by the model's chat template"):
+        ChatPrompts(silent, ByteTokenizer())([ASKED | {"name": "Ann"}])
+    assert ChatPrompts(silent, ByteTokenizer()).text([ASKED | {"refusal": None}]) == ASKED["content"]

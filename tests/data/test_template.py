@@ -319,7 +319,7 @@ def test_templates_are_found_beside_the_tokenizer(tokenizer: Path, tmp_path: Pat
 
 def test_damaged_template_files_are_refused(tmp_path: Path) -> None:
     config = tmp_path / "tokenizer_config.json"
-    for text, reason in (("[1]", "holds list"), ("{", "cannot be read"), ('{"chat_template": 3}', "is no text")):
+    for text, reason in (("[1]", "holds a list"), ("{", "cannot be read"), ('{"chat_template": 3}', "is no text")):
         config.write_text(text)
         with pytest.raises(DataError, match=reason):
             own_template(tmp_path)

@@ -102,6 +102,15 @@ def test_llama_3_positions_come_from_their_divisors(tmp_path):
         GgufModel(tmp_path / "n.gguf")
 
 
+def test_positions_that_older_files_stretch_without_a_kind(tmp_path):
+    for name in ("rope.scale_linear", "rope.scaling.factor"):
+        llama(tmp_path / "m.gguf", {name: 4.0})
+        scaling = GgufModel(tmp_path / "m.gguf").model.rope_scaling
+        assert (scaling.kind, scaling.factor) == ("linear", 4)
+    llama(tmp_path / "m.gguf", {"rope.scaling.type": "none", "rope.scaling.factor": 4.0})
+    assert GgufModel(tmp_path / "m.gguf").model.rope_scaling.factor == 1
+
+
 def _with_tensor(path, name, values):
     real = gguf.get_tensor_name_map
 
@@ -267,6 +276,10 @@ def _merged(text, metadata, prefix):
         ({"tokenizer.ggml.model": "llama"}, "scores is missing"),
         ({"tokenizer.ggml.model": None}, "has no tokenizer"),
         ({"tokenizer.ggml.pre": "unheard"}, "is 'unheard'; known: gpt-2, smollm"),
+        (
+            {"tokenizer.ggml.pre": None, "general.architecture": "llama"},
+            "pre is missing, as in files of before May 2024",
+        ),
         ({"tokenizer.ggml.merges": ["h e l"]}, "the merge 'h e l'"),
         ({"tokenizer.ggml.merges": ["h h"]}, "the merge 'h h' is not of two tokens"),
         ({"tokenizer.ggml.tokens": ["a", "a"]}, "some of its 2 tokens occur twice"),

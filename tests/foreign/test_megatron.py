@@ -169,6 +169,52 @@ def test_what_is_not_understood_is_named(tmp_path):
     assert [each.path for each in theirs.unknown if "pipeline" in each.name] == ["layout.pp"]
 
 
+@pytest.mark.parametrize(
+    "more",
+    [
+        *("--recompute-granularity foo", "--recompute-method foo", "--fp8-format hybrid --fp8-recipe foo"),
+        *("--use-megatron-fsdp --data-parallel-sharding-strategy foo", "--activation-func torch.nn.functional.mish"),
+        *("--num-experts 8 --moe-token-dispatcher-type foo", "--cuda-graph-impl foo", "--batch-size 3"),
+        "--fp8-format e5m2",
+    ],
+)
+def test_a_word_that_means_nothing_here_is_no_default(tmp_path, more):
+    assert [each.name for each in script(tmp_path, more).unknown] == [more.split()[-2]]
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "said"),
+    [
+        ("pretrain_gpt.py", "pretrain_gpt.py \\\n  # --swiglu \\\n  --bf16", "line 21 begins a command with --bf16"),
+        ("pretrain_gpt.py", "pretrain_gpt.py --moe-layer-freq ([0]*1)", r"line 19 has a \( outside of quotes"),
+        ("--vocab-size 50257", "--vocab-size 50257 --context-parallel-size", "context-parallel-size: needs a value"),
+    ],
+)
+def test_what_a_shell_reads_otherwise_than_it_looks(tmp_path, before, after, said):
+    with pytest.raises(JobError, match=said):
+        script(tmp_path, text=GPT.replace(before, after))
+
+
+def test_two_trainings_of_one_script(tmp_path):
+    again = "torchrun pretrain_gpt.py ${ARGS[@]}"
+    assert script(tmp_path, text=f"{GPT}echo {again}\n").unknown == ()
+    [unknown] = script(tmp_path, text=f"{GPT}{again} --swiglu\n").unknown
+    assert unknown.why == "another command trains, too, with other options"
+
+
+def test_query_groups_need_their_switch(tmp_path):
+    theirs = script(tmp_path, "--num-query-groups 8")
+    assert "model.n_kv_heads" not in settings(theirs)
+    assert ["heeds it with group_query_attention only" in e.why for e in theirs.without_counterpart].count(True) == 1
+
+
+def test_yaml_with_one_argument_in_two_sections(tmp_path):
+    path = tmp_path / "model.yaml"
+    path.write_text("language_model: {num_layers: 4}\nmodel_parallel: {num_layers: 8, tensor_model_parallel_size: 2}\n")
+    with pytest.raises(JobError, match="model_parallel.num_layers 8: line 1 has language_model.num_layers 4: keep one"):
+        read(path)
+
+
 def test_values_without_a_counterpart_say_whether_they_matter(tmp_path):
     theirs = script(tmp_path, "--tp-comm-overlap --log-interval 3 --data-path $1")
     assert {

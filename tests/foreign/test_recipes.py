@@ -272,3 +272,26 @@ def test_yaml_of_both(tmp_path):
     theirs = file(tmp_path, "nemo.yaml", text)
     assert theirs.kind == "NeMo (YAML)"
     assert settings(theirs)["model.preset"] == "llama3-70b"
+
+
+BRIDGE_YAML = """\
+model: {num_layers: 4, hidden_size: 256, num_attention_heads: 4, seq_length: 128}
+train: {micro_batch_size: 1, global_batch_size: 8}
+"""
+
+
+@pytest.mark.parametrize(
+    "more", ["mixed_precision: bf32_mixed", "model: {activation_func: silu}", "precision: 64-true"]
+)
+def test_words_of_bridge_that_mean_nothing_here(tmp_path, more):
+    path = tmp_path / "bridge.yaml"
+    text = BRIDGE_YAML.replace("seq_length: 128", "seq_length: 128, activation_func: silu")
+    path.write_text(text if "silu" in more else f"{BRIDGE_YAML}{more}\n")
+    assert len(read(path).unknown) == 1
+
+
+def test_two_lengths_that_bridge_refuses(tmp_path):
+    path = tmp_path / "bridge.yaml"
+    path.write_text(f"{BRIDGE_YAML}dataset: {{seq_length: 256}}\n")
+    with pytest.raises(JobError, match="dataset.seq_length 256 and model.seq_length differ"):
+        read(path)

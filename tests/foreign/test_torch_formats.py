@@ -302,6 +302,15 @@ def test_axolotl_follows_a_deepspeed_file(tmp_path):
     assert stated.origin.endswith("zero2.json:1 zero_optimization.stage")
 
 
+def test_two_numbers_in_a_file_and_its_deepspeed_file(tmp_path):
+    for own in ('"auto"', "4"):
+        put(tmp_path, "zero2.json", f'{{"zero_optimization": {{"stage": 2}}, "gradient_accumulation_steps": {own}}}')
+        assert settings(axolotl(tmp_path, "deepspeed: zero2.json"))["layout.accumulation"] == "4"
+    put(tmp_path, "zero2.json", '{"zero_optimization": {"stage": 2}, "gradient_accumulation_steps": 8}')
+    with pytest.raises(JobError, match="gradient_accumulation_steps 8: .*tune.yaml has 4; transformers refuses"):
+        axolotl(tmp_path, "deepspeed: zero2.json")
+
+
 def test_a_file_that_is_not_there_or_is_this_one(tmp_path):
     (unknown,) = axolotl(tmp_path, "deepspeed: none/zero9.json").unknown
     assert (unknown.name, "no such file" in unknown.why) == ("deepspeed", True)
@@ -449,6 +458,52 @@ def test_what_is_not_understood_is_listed(tmp_path):
 def test_bad_files(tmp_path, name, text, said):
     with pytest.raises(JobError, match=said):
         read(put(tmp_path, name, text.replace("MORE", "").replace("AXES", "").replace("KIND", "FSDP")))
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "names"),
+    [
+        (titan, "mixed_precision_param = 'float16'", ["training.mixed_precision_param"]),
+        (axolotl, "fp16: 1", ["fp16"]),
+        (axolotl, "fsdp: [no_shard]", ["fsdp"]),
+        (axolotl, "context_parallel_size: 2\nsequence_parallel_degree: 4", ["sequence_parallel_degree"]),
+        (axolotl, "max_steps: ${STEPS}\nwarmup_ratio: 0.1", ["max_steps"]),
+        (automodel, "dataset: {seq_len: 8}\nfp8: {enabled: '${oc.env:FP8}'}", ["fp8.enabled"]),
+    ],
+)
+def test_words_and_names_that_mean_nothing_here_are_no_defaults(tmp_path, kind, text, names):
+    assert [each.name for each in kind(tmp_path, text).unknown] == names
+
+
+def test_accelerate_compiles_only_with_a_compiler(tmp_path):
+    for word, compiled in (("no", "false"), ("'no'", "false"), ("INDUCTOR", "true")):
+        theirs = accelerate(tmp_path, "MULTI_GPU", f"dynamo_config: {{dynamo_backend: {word}}}\n")
+        assert (settings(theirs)["train.compile"], theirs.unknown) == (compiled, ())
+    again = "fsdp_config: {fsdp_sharding_strategy: SHARD_GRAD_OP, fsdp_reshard_after_forward: WORD}\n"
+    for word, several in (("true", 1), ("false", 0), ("maybe", 1)):
+        assert len(accelerate(tmp_path, "FSDP", again.replace("WORD", word)).unknown) == several
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("batch_size: 16", "batch_size and gradient_accumulation_steps exclude each other"),
+        ("warmup_steps: 1\nwarmup_ratio: 0.1", "warmup_steps and warmup_ratio exclude each other"),
+    ],
+)
+def test_what_axolotl_refuses_together(tmp_path, text, said):
+    with pytest.raises(JobError, match=said):
+        axolotl(tmp_path, text)
+
+
+def test_a_shape_that_axolotl_changes_is_no_detail(tmp_path):
+    name = "overrides_of_model_config.num_hidden_layers"
+    assert left(axolotl(tmp_path, "overrides_of_model_config: {num_hidden_layers: 4}"))[name]
+
+
+def test_names_of_two_releases_of_torchtitan(tmp_path):
+    with pytest.raises(JobError, match="keep one of them"):
+        titan(tmp_path, "tensor_parallel_degree = 4", "tensor_parallel_degree = 2")
 
 
 def test_frameworks_that_predict_are_known(tmp_path):

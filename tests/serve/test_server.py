@@ -82,6 +82,9 @@ def test_models_and_health(here):
     assert here.client.get("/health").json() == {"status": "ok", "texts": 0}
 
 
+HELLO = [{"role": "user", "content": "Hello"}]
+
+
 @pytest.mark.parametrize(
     ("path", "body", "status", "message"),
     [
@@ -101,6 +104,20 @@ def test_models_and_health(here):
         ("completions", {"prompt": "a", "max_token": 5}, 400, "did you mean"),
         ("completions", {"prompt": "a", "model": "gpt"}, 404, "no model 'gpt' here, only 'tiny'"),
         ("completions", {"prompt": "a", "model": "m" * 4000}, 404, f"no model '{'m' * 100}' here, only 'tiny'"),
+        ("completions", {"prompt": "a", "stream_options": {"include_usage": True}}, 400, "are for stream: true"),
+        (
+            "completions",
+            {"prompt": "a", "stream": True, "stream_options": {"include_more": True}},
+            400,
+            "include_more is not supported",
+        ),
+        ("chat/completions", {"messages": HELLO, "max_tokens": 1, "max_completion_tokens": 2}, 400, "differ: give one"),
+        (
+            "chat/completions",
+            {"messages": [{"role": "user", "content": [{"type": "text", "text": "a", "cache": 1}]}]},
+            400,
+            "cache of a part is not supported",
+        ),
         ("chat/completions", {"messages": []}, 400, "messages must be a list of 1 to"),
         ("chat/completions", {"messages": [{"role": "user"}]}, 400, "messages[0].content must be"),
         ("chat/completions", {"messages": [{"role": "tool", "content": "a"}]}, 400, "takes no tools"),
@@ -230,8 +247,6 @@ def test_an_engine_that_fails_ends_the_server_with_an_answer():
 
 
 # OpenAI's own client, where it is installed (pip install openai).
-
-HELLO = [{"role": "user", "content": "Hello"}]
 
 
 def test_openais_client_completes_chats_streams_and_understands_refusals():

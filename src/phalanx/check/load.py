@@ -17,6 +17,7 @@ from typing import Any
 import yaml
 
 from phalanx.blocks.kinds import not_trained
+from phalanx.bounded import kind_of
 from phalanx.check.effect import effect_problems, never_reached
 from phalanx.check.job import by_cause, problems_of
 from phalanx.check.start import start_problems, starting_point
@@ -621,7 +622,7 @@ def from_dict(values: Mapping[str, Any], origin: str) -> Job:
     looked up, and a run trained on `cluster=local` can be read on a machine that was never measured. Raises
     JobError."""
     if not isinstance(values, Mapping):
-        raise JobError(f"{origin}: expected a job with its sections, found {type(values).__name__}")
+        raise JobError(f"{origin}: expected a job with its sections, found {kind_of(values)}")
     return resolve(list(_flatten(values, "", origin)), presets=False).job
 
 

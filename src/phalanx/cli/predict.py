@@ -672,7 +672,8 @@ def _disturbance(stragglers: Sequence[str], links: Sequence[str]) -> Disturbance
         elif option == "straggler":
             problems.append(f"--{option} {said}: expected a pipeline rank and a factor, such as 3=1.5")
         elif pair:
-            pairs.append(((int(pair[1]), int(pair[2])), factor))
+            one, other = sorted(map(int, pair.groups()))  # a link has no direction
+            pairs.append(((one, other), factor))
         else:
             axes.append((what, factor))
     if problems:

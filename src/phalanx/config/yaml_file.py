@@ -77,8 +77,8 @@ def parse(text: str, name: str) -> tuple[list[Setting], list[str]]:
         return [], [f"{name}: not valid {form}: {error}"]
     settings: list[Setting] = []
     problems: list[str] = []
-    if root is None:
-        return settings, problems
+    if root is None or (isinstance(root, yaml.MappingNode) and not root.value):
+        return settings, [f"{name}: is empty: it sets no field of a job (`phalanx init` begins one)"]
     if not isinstance(root, yaml.MappingNode):
         return settings, [f"{name}:{root.start_mark.line + 1}: a job file is a mapping of sections, such as `train:`"]
     found = next(((key, value) for key, value in root.value if key.value == SET_FIELDS), None)

@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from phalanx.bounded import parse_json, read_bytes
+from phalanx.bounded import kind_of, parse_json, read_bytes
 from phalanx.config.corpora import CORPORA
 from phalanx.config.job import Data
 from phalanx.data import formats
@@ -406,7 +406,7 @@ def _json_text(line: bytes, field: str, where: str) -> str:
         what = "not a line of JSON: " if isinstance(error, json.JSONDecodeError) else ""
         raise DataError(f"{where}: {what}{error}") from error
     if not isinstance(record, dict):
-        raise DataError(f"{where}: expected a JSON object with the field {field!r}, found {type(record).__name__}")
+        raise DataError(f"{where}: expected a JSON object with the field {field!r}, found {kind_of(record)}")
     return _field_text(record, field, where)
 
 
@@ -420,7 +420,7 @@ def _field_text(record: dict[str, Any], field: str, where: str) -> str:
         raise DataError(f"{found}; name it with data.text_field (evaluate: --text-field){records_inside(record)}")
     text = record[field]
     if not isinstance(text, str):
-        raise DataError(f"{where}: the field {field!r} holds {type(text).__name__}, not text")
+        raise DataError(f"{where}: the field {field!r} holds {kind_of(text)}, not text")
     try:
         text.encode()
     except UnicodeEncodeError as error:  # "\ud800" is legal JSON but a lone surrogate

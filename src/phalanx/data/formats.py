@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, Literal, cast
 
-from phalanx.bounded import open_regular, parse_json
+from phalanx.bounded import kind_of, open_regular, parse_json
 from phalanx.errors import DataError, JobError, NotFoundError
 from phalanx.nearest import near_file
 from phalanx.units import gib
@@ -248,7 +248,7 @@ def record_of(line: bytes, *, first: bool = False) -> dict[str, Any] | ValueErro
         return ValueError(f"not a line of JSON: {error}{likely and f'; it is likely {likely}'}")
     except ValueError as error:
         return error
-    return record if isinstance(record, dict) else ValueError(f"expected a JSON object, found {type(record).__name__}")
+    return record if isinstance(record, dict) else ValueError(f"expected a JSON object, found {kind_of(record)}")
 
 
 def _array(file: Path) -> Iterator[tuple[str, dict[str, Any] | ValueError]]:
@@ -268,9 +268,9 @@ def _array(file: Path) -> Iterator[tuple[str, dict[str, Any] | ValueError]]:
     except ValueError as error:
         raise DataError(f"{file}: {error}") from None
     if not isinstance(found, list):
-        raise DataError(f"{file}: expected a JSON array of records, found {type(found).__name__}")
+        raise DataError(f"{file}: expected a JSON array of records, found {kind_of(found)}")
     for number, record in enumerate(found, start=1):
-        wrong = ValueError(f"expected a JSON object, found {type(record).__name__}")
+        wrong = ValueError(f"expected a JSON object, found {kind_of(record)}")
         yield f"{file}: record {number}", record if isinstance(record, dict) else wrong
 
 

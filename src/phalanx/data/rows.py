@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from phalanx.bounded import parse_json
+from phalanx.bounded import kind_of, parse_json
 from phalanx.config.corpora import CORPORA
 from phalanx.config.job import Data
 from phalanx.data.corpus import SAVED_FACTS, Scan, chosen_files, code_points, describe, in_order
@@ -111,7 +111,7 @@ def _shared_out(rows: Iterable[Row], renderer: Renderer, processes: int) -> Iter
 
 
 def _refused(value: object) -> str:
-    raise DataError(f"a row holds a value of type {type(value).__name__}, which no template writes")
+    raise DataError(f"a row holds {kind_of(value)}, which no template writes")
 
 
 def row_renderer(setting: str) -> Callable[[bytes], bytes]:
@@ -248,6 +248,8 @@ rating ratings quality difficulty redacted toxic meta metadata extra info annota
 """
 METADATA = frozenset(_METADATA.split())
 """Fields of a row that describe it and train nothing, in published data sets."""
+_HELD_OUT = ("test", "validation", "valid", "val", "dev", "eval", "evaluation")
+"""Values of the field `split` of rows that are not for training."""
 _SAYS_NOTHING = (None, "", [])
 """Values of a field that are no reason to refuse it."""
 _OF_MESSAGES = "messages."
@@ -285,6 +287,11 @@ def require_known(record: Mapping[str, Any], known: Collection[str]) -> None:
     or text say nothing, so they are no reason."""
     every = {*known, *_EXTRA}
     unknown = [name for name, value in record.items() if name not in every | METADATA and value not in _SAYS_NOTHING]
+    if str(record.get("split")).lower() in _HELD_OUT:
+        raise ValueError(
+            f"split is {record['split']!r}, and every row is trained on: take out those of other splits, whose part "
+            "data.val_fraction plays, or train on them with data.ignore_keys=[split]"
+        )
     if "label" in unknown and "completion" in known:
         raise ValueError(
             "'label' is that of KTO, which marks an answer as good or bad: keep only rows whose label is true, without "
@@ -316,7 +323,7 @@ def conversation_of(record: Mapping[str, Any]) -> list[Message]:
         require_known(record, ("instruction", "input", "output", "history", "text"))
         asked = [record[name] for name in ("instruction", "input") if record.get(name) not in _SAYS_NOTHING]
         if wrong := next((text for text in asked if not isinstance(text, str)), None):
-            raise ValueError(f"instruction and input are texts, found {type(wrong).__name__}")
+            raise ValueError(f"instruction and input are texts, found {kind_of(wrong)}")
         rendered = record.get("text")  # all of them, as Alpaca's own file has it
         if rendered and not all(str(text) in str(rendered) for text in (*asked, record["output"])):
             raise ValueError("text stands beside instruction and output, and is not them: data.ignore_keys=[text]")
@@ -366,7 +373,7 @@ def with_context(messages: Any, record: Mapping[str, Any]) -> Any:
     before: list[Any] = []
     history = record.get("history")
     if not isinstance(history, list | None) and history not in _SAYS_NOTHING:
-        raise ValueError(f"history is {type(history).__name__}, not a list of questions with answers")
+        raise ValueError(f"history is {kind_of(history)}, not a list of questions with answers")
     for n, turn in enumerate(history or [], start=1):
         if not (isinstance(turn, list | tuple) and len(turn) == 2 and all(isinstance(text, str) for text in turn)):
             raise ValueError(f"history: turn {n} is not a list of two texts, a question and an answer")
@@ -374,7 +381,7 @@ def with_context(messages: Any, record: Mapping[str, Any]) -> Any:
     system = record.get("system")
     if system:
         if not isinstance(system, str):
-            raise ValueError(f"system is {type(system).__name__}, not text")
+            raise ValueError(f"system is {kind_of(system)}, not text")
         first = messages[0] if messages and isinstance(messages[0], dict) else {}
         if first.get("role", first.get("from")) in ("system", "developer"):
             if first.get("content", first.get("value")) != system:
@@ -398,7 +405,7 @@ def tools_of(record: Mapping[str, Any]) -> list[Any]:
         return []
     listed = tools if isinstance(tools, list) else [None]
     if wrong := [each for each in listed if not isinstance(each, dict)]:
-        found = type(wrong[0] or tools).__name__
+        found = kind_of(wrong[0] or tools)
         raise ValueError(f"tools is not a list of objects, which describe one tool each: found {found}")
     return listed
 
@@ -420,7 +427,7 @@ def checked(messages: Any, *, answered: bool) -> list[Message]:
     """Returns messages that templates can use, in the form of OpenAI. Raises ValueError with everything that is wrong
     with them; with `answered` also if no message is an answer."""
     if not isinstance(messages, list):
-        raise ValueError(f"messages is {type(messages).__name__}, not a list")
+        raise ValueError(f"messages is {kind_of(messages)}, not a list")
     if not messages:
         raise ValueError("messages is empty")
     problems: list[str] = []
@@ -463,11 +470,11 @@ def _is_text_part(part: Any) -> bool:
 
 def _message_problems(message: Any) -> Iterator[str]:
     if not isinstance(message, dict):
-        yield f"it is {type(message).__name__}, not an object with role and content"
+        yield f"it is {kind_of(message)}, not an object with role and content"
         return
     role, content = message.get("role"), message.get("content")
     if not isinstance(role, str):
-        yield "no role" if role is None else f"its role is {type(role).__name__}, not text"
+        yield "no role" if role is None else f"its role is {kind_of(role)}, not text"
     elif role not in ROLES:
         hint = did_you_mean(role[:40], (*ROLES, *_ALSO_CALLED))
         yield f"unknown role {role[:40]!r}{hint} (known: {', '.join(ROLES)})"
@@ -487,13 +494,13 @@ def _message_problems(message: Any) -> Iterator[str]:
         texts = [p for p in content if isinstance(p, dict) and p.get("type") == "text"]
         more = {name for part in texts for name, value in part.items() if value is not None}
         more -= {"type", "text"}
-        kinds = sorted({str(p.get("type")) if isinstance(p, dict) else type(p).__name__ for p in content})
+        kinds = sorted({str(p.get("type")) if isinstance(p, dict) else f"{kind_of(p)} without a type" for p in content})
         if kinds == ["text"] and more:
             yield f"its content has parts with {', '.join(map(repr, sorted(more)))} beside their text: leave that out"
         else:
             yield f"its content is a list of parts of type {', '.join(kinds)}, of which only text is trained on"
     elif not isinstance(content, str):
-        yield f"its content is {type(content).__name__}, not text"
+        yield f"its content is {kind_of(content)}, not text"
     elif not content.strip() and role not in ("tool", "system"):
         yield "no answer: its content is empty" if role == ANSWERS else "its content is empty"
 

@@ -25,7 +25,7 @@ from threading import Lock
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from phalanx.bounded import parse_json, read_bytes, read_text
+from phalanx.bounded import kind_of, parse_json, read_bytes, read_text
 from phalanx.check.start import KEPT
 from phalanx.config.corpora import BUILT_IN, END_OF_TEXT, JINJA_FILE, OWN_TEMPLATE, TOKENIZER_CONFIG, TOKENIZERS
 from phalanx.config.job import Data
@@ -483,7 +483,12 @@ class ChatPrompts:
         return self.encode(self.text(messages))
 
     def text(self, messages: Sequence[Mapping[str, Any]]) -> str:
-        """Returns the text of a conversation up to where the model's answer begins. Raises as a call does."""
+        """Returns the text of a conversation up to where the model's answer begins. Raises as a call does, also for
+        what messages have that the template does not write."""
+        for number, message in enumerate(messages):
+            for name in message.keys() - {"role", "content"}:
+                if message[name] and name not in self.template.source:
+                    raise ValueError(f"messages[{number}].{name[:100]} is not written by the model's chat template")
         with self._lock:
             return self._renderer.prompt(messages)
 
@@ -755,7 +760,7 @@ def _object(path: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise DataError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from error
     if not isinstance(config, dict):
-        raise DataError(f"{path} holds {type(config).__name__}, not an object")
+        raise DataError(f"{path} holds {kind_of(config)}, not an object")
     return config
 
 

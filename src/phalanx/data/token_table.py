@@ -264,8 +264,13 @@ def definition_of(
 
 def _byte_level(metadata: Mapping[str, Any], tokens: list[str]) -> dict[str, Any]:
     """Returns normalizer, pre_tokenizer, decoder and model. Raises ValueError, saying what is wrong."""
-    pre = metadata.get("tokenizer.ggml.pre", "gpt-2")
     pattern = metadata.get("tokenizer.ggml.pattern")  # of a tekken.json
+    plain = metadata.get("general.architecture", "gpt2") in ("gpt2", "gptneox")
+    pre = metadata.get("tokenizer.ggml.pre", "gpt-2" if plain else None)
+    if pattern is None and pre is None:
+        raise ValueError(
+            "tokenizer.ggml.pre is missing, as in files of before May 2024: how text is split is not known"
+        )
     if pattern is None and pre not in KINDS:
         raise ValueError(f"tokenizer.ggml.pre is {pre!r}; known: {', '.join(KINDS)}")
     merges = [merge.split(" ") for merge in _texts(metadata, "merges")]

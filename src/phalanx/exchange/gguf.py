@@ -431,7 +431,7 @@ def _rotary(values: _Values, head: int, *, latent: bool) -> dict[str, Any]:
     if not latent:
         rotated = values.take("rope.dimension_count", head)
         fields["rotary_fraction"] = rotated / head if head else 1.0
-    kind = values.take("rope.scaling.type", "none")
+    kind = values.take("rope.scaling.type", "linear")  # as in llama.cpp; older files state a factor alone
     factor = values.take("rope.scaling.factor", values.take("rope.scale_linear", 1.0))
     if kind == "none" or factor == 1:
         return fields
@@ -601,6 +601,8 @@ class GgufModel:
         other trace of them. Raises CheckpointError for divisors of another kind."""
         if _FREQUENCIES not in self.file.tensors:
             return model
+        if model.rope_scaling.factor != 1:
+            raise CheckpointError(f"{self.file.path}: rope.scaling and {_FREQUENCIES} both stretch its positions")
         divisors = self.file.read(_FREQUENCIES).double()
         factor = float(divisors.max())
         if not (math.isfinite(factor) and factor >= 1) or divisors.shape != (model.rotary_size // 2,):

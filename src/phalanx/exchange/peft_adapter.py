@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from phalanx.bounded import read_json
+from phalanx.bounded import kind_of, read_json
 from phalanx.checkpoint.consolidated import SUFFIX, describe
 from phalanx.checkpoint.manifest import Box, Manifest
 from phalanx.checkpoint.shard_file import Reader
@@ -85,7 +85,7 @@ def open_adapter(config: Path) -> PeftAdapter:
     try:
         values = read_json(config)
         if not isinstance(values, dict):
-            raise ValueError(f"expected an object, found {type(values).__name__}")
+            raise ValueError(f"expected an object, found {kind_of(values)}")
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{config} cannot be read: {error}") from None
     reader = ConfigReader(values)

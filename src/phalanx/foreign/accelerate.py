@@ -35,8 +35,9 @@ def finish(fields: Fields) -> None:
         fields.unknown_value("mixed_precision", [*known], "train.precision")
     if fields.take("fp8_config.backend", str, "") and word == "fp8":
         fields.set("train.fp8_scaling", "tensorwise", "fp8_config.backend")
-    dynamo = fields.take("dynamo_config.dynamo_backend", str, "NO")
-    fields.set("train.compile", dynamo.upper() != "NO", "dynamo_config.dynamo_backend")
+    name = "dynamo_config.dynamo_backend"
+    compiled = fields.choice(name, "no", ("no", "false", "inductor"), "train.compile")  # NO is false in YAML
+    fields.set("train.compile", compiled == "inductor", name)
     kind = str(fields.take("distributed_type", object, "NO")).upper().replace("FALSE", "NO")  # NO is false in YAML
     version = fields.take(f"{_F}fsdp_version", int, 1)
     if version not in (1, 2):

@@ -39,8 +39,10 @@ def finish(fields: Fields) -> None:
     least = fields.take("lr_scheduler.min_lr", float, 0.0)
     peak = fields.settings.get("optimizer.lr")
     if peak and "lr_scheduler.min_lr" in fields.stated:
-        share = min(1.0, least / float(str(peak.text)))
-        fields.set("optimizer.min_lr_ratio", share, ["lr_scheduler.min_lr", "optimizer.lr"])
+        top = fields.take("optimizer.lr", float, 0.0)
+        fields.set(
+            "optimizer.min_lr_ratio", min(1.0, least / top) if top else 0.0, ["lr_scheduler.min_lr", "optimizer.lr"]
+        )
     if "optimizer.schedule" not in fields.settings:
         fields.set("optimizer.schedule", "constant", "lr_scheduler.lr_decay_style")
     fields.leave(f"{_S}ckpt_every_steps", "a checkpoint is no part of a step", affects=False)
@@ -92,11 +94,11 @@ def _degrees(fields: Fields) -> None:
     tp = shared.whole(fields, "layout.tp")
     pp = shared.whole(fields, "layout.pp")
     names = [f"{_D}dp_size", f"{_D}dp_replicate_size"]
-    zero = fields.take(f"{_D}zero_dp_strategy", int, 3)
+    zero = int(fields.choice(f"{_D}zero_dp_strategy", "3", ("1", "2", "3"), "layout.zero"))
     if strategy == "ddp":
         fields.set("layout.dp_replicate", data or -1, [f"{_D}strategy", *names])
     elif strategy in ("fsdp2", "megatron_fsdp"):
-        fields.set("layout.zero", zero if zero in (1, 2, 3) else 3, [f"{_D}strategy", f"{_D}zero_dp_strategy"])
+        fields.set("layout.zero", zero, [f"{_D}strategy", f"{_D}zero_dp_strategy"])
         fields.set("layout.dp_replicate", replicate, names[1])
         fields.set("layout.dp_shard", data // max(1, replicate) if data else -1, names)
     else:
@@ -161,20 +163,21 @@ def _pipeline(fields: Fields) -> None:
 
 
 def _precision(fields: Fields) -> None:
-    dtype = fields.take("model.torch_dtype", str, "auto").lower().removeprefix("torch.")
+    known = [f"{p}{n}" for n in ("auto", "bfloat16", "bf16", "float32", "fp32") for p in ("", "torch.")]
+    dtype = fields.choice("model.torch_dtype", "auto", known, "train.precision").removeprefix("torch.")
     eight, recipe = fields.on("fp8.enabled"), fields.take("fp8.recipe_name", str, "tensorwise")
     gathers = fields.on("fp8.enable_fsdp_float8_all_gather")
-    engine = fields.take("model.backend.te_fp8.recipe", str, "")
+    scaling = {"": "", "mxfp8": "mxfp8", "current": "tensorwise", "block": "rowwise"}
+    engine = fields.choice("model.backend.te_fp8.recipe", "", scaling, "train.fp8_scaling")
     if eight:
         fields.set("train.precision", "fp8", "fp8.enabled")
         fields.set("train.fp8_scaling", recipe.partition("_")[0], "fp8.recipe_name")
         if gathers:
             fields.set("layout.quantise_weights", "fp8", "fp8.enable_fsdp_float8_all_gather")
     elif engine:
-        scaling = {"mxfp8": "mxfp8", "current": "tensorwise", "block": "rowwise"}
         fields.set("train.precision", "fp8", "model.backend.te_fp8.recipe")
         near = "blocks of 128; rows are near" if engine == "block" else ""
-        fields.set("train.fp8_scaling", scaling.get(engine, "tensorwise"), "model.backend.te_fp8.recipe", near)
+        fields.set("train.fp8_scaling", scaling[engine], "model.backend.te_fp8.recipe", near)
     else:
         fields.set("train.precision", "bf16", "model.torch_dtype", "passes in bf16, FSDP2's default")
     fields.leave(("fp8.recipe_name", "fp8.enable_fsdp_float8_all_gather"), "fp8.enabled is not set", affects=False)

@@ -31,8 +31,9 @@ def finish(fields: Fields) -> None:
         hub_model(fields, "base_model", fields.take("base_model", str, ""))
     _layout(fields)
     words = {"fp8": "fp8", "bf16": "bf16", "bfloat16": "bf16", "fp16": "fp16", "float16": "fp16"}
-    on = [name for name in words if _switch(fields, name) in ("true", "auto", "full")]
-    how = "bf16 on devices that have it" if _switch(fields, "bf16") == "auto" else ""
+    switches = {name: fields.choice(name, "", ("true", "auto", "full", "false"), "train.precision") for name in words}
+    on = [name for name, word in switches.items() if word not in ("", "false")]
+    how = "bf16 on devices that have it" if switches["bf16"] == "auto" else ""
     fields.set("train.precision", words[on[0]] if on else "fp32", on or [*words], how)
     if "fp8" in on:
         fields.set("train.fp8_scaling", "tensorwise", "fp8")
@@ -40,13 +41,16 @@ def finish(fields: Fields) -> None:
     if any(name in fields.stated for name in betas):
         fields.set("optimizer.betas", [fields.take(betas[0], float, 0.9), fields.take(betas[1], float, 0.999)], betas)
     ratio, steps = fields.take("warmup_ratio", float, 0.0), fields.take("warmup_steps", float, 0.0)
-    total = fields.settings.get("train.steps")
+    total = fields.take("max_steps", int, 0)
+    for one, two in (("warmup_steps", "warmup_ratio"), ("batch_size", "gradient_accumulation_steps")):
+        if all(fields.has(name) and fields.stated[name].value for name in (one, two)):
+            fields.problems.append(f"{fields.origin(one)} and {two} exclude each other: give one of them")
     if steps >= 1:
         fields.set("optimizer.warmup_steps", int(steps), "warmup_steps")
     elif share := ratio or steps:
         names = ["warmup_ratio", "warmup_steps", "max_steps"]
-        if total:
-            fields.set("optimizer.warmup_steps", int(share * float(str(total.text))), names)
+        if total > 0:
+            fields.set("optimizer.warmup_steps", int(share * total), names)
         else:
             fields.leave(names[:2], "its share of the steps needs max_steps", affects=False)
     _recompute(fields)
@@ -70,12 +74,15 @@ def _layout(fields: Fields) -> None:
     fsdp = [name for name in ("fsdp", "fsdp_config") if fields.has(name) and fields.stated[name].value]
     fsdp += [name for name in fields.stated if name.startswith(_F)]
     version = max(fields.take("fsdp_version", int, 1), fields.take(f"{_F}fsdp_version", int, 1))
-    words = [str(word) for word in fields.take("fsdp", list, [])]
+    known = ("full_shard", "shard_grad_op", "auto_wrap", "offload")
+    words = [str(word).lower() for word in fields.take("fsdp", list, [])]
     if fields.has("deepspeed") and fields.take("deepspeed", str, ""):
         deepspeed.set_deepspeed(fields)
         fields.leave(fsdp, "deepspeed is set", affects=False)
     elif fsdp:
         set_fsdp(fields, _F, version)
+        if set(words) - {*known}:
+            fields.unknown_value("fsdp", known, "layout.zero")
         if "shard_grad_op" in words:
             fields.set("layout.reshard", False, "fsdp")
         if "offload" in words:

@@ -98,11 +98,8 @@ def _named(values: Any) -> list[Stated]:
 
 
 def parse_yaml(source: Source) -> Sequence[Stated]:
-    """Returns the values of YAML; `${…}` of OmegaConf is not resolved."""
-    found = _named(yaml_values(source))
-    refers = [each for each in found if isinstance(each.value, str) and "${" in each.value]
-    why = "it refers to another value"
-    return [replace(each, value=Unresolved(str(each.value), why)) if each in refers else each for each in found]
+    """Returns the values of YAML."""
+    return _named(yaml_values(source))
 
 
 def is_yaml(source: Source) -> bool:
@@ -148,6 +145,9 @@ def finish(fields: Fields) -> None:
     names = ("dataset.seq_length", "dataset.sequence_length")
     if (length := fields.first(*names)) and "seq_length" not in fields.stated:
         fields.set("model.seq_len", length, names)
+    elif length and length != fields.take("seq_length", int, 0):
+        said, model = next(filter(fields.has, names)), fields.stated["seq_length"].shown
+        fields.problems.append(f"{fields.origin(said)} {length} and {model} differ, which Megatron-Bridge refuses")
     kind = fields.word("peft._target_", "peft")
     if rank := fields.take("peft.dim", int, 32 if kind == "LoRA" else 0):
         fields.set("model.lora.rank", rank, ("peft.dim", "peft._target_"))
@@ -201,6 +201,9 @@ def _precision(fields: Fields) -> None:
     names = (first, f"{first}.0", f"{first}._target_", "precision", "trainer.plugins._target_")
     said = next((text for name in names if (text := fields.take(name, str, "")) and re.search("16|fp8|fp4", text)), "")
     meant: Mapping[str, Any] = next((each for pattern, each in _FORMATS if re.search(pattern, said)), {})
+    for name in (first, "precision"):
+        if not said and fields.take(name, str, "").removesuffix("-true") not in ("", "none", "32", "fp32"):
+            fields.unknown_value(name, ("bf16_mixed", "fp16_mixed", "fp32", "bf16_with_fp8_…"), "train.precision")
     for name, value in meant.items():
         if name not in fields.stated:
             fields.stated[name] = Stated(name, value, label=said)

@@ -47,15 +47,15 @@ def finish(fields: Fields) -> None:
 def _precision(fields: Fields) -> None:
     narrow = [*filter(fields.on, ("bf16.enabled", "bfloat16.enabled"))]
     half, cast = fields.on("fp16.enabled"), fields.on("torch_autocast.enabled")
-    kind = fields.take("torch_autocast.dtype", str, "torch.bfloat16")
+    kinds = {"": "bf16", "bfloat16": "bf16", "torch.bfloat16": "bf16", "float16": "fp16", "torch.float16": "fp16"}
+    kind = fields.choice("torch_autocast.dtype", "", kinds, "train.precision")
     auto = any(name in fields.stated and fields.stated[name].value is None for name in ("bf16.enabled", "fp16.enabled"))
     if narrow and half:
         fields.problems.append(f"{fields.origin(narrow[0])} and fp16.enabled exclude each other: give one of them")
     if narrow or half:
         fields.set("train.precision", "bf16" if narrow else "fp16", narrow or "fp16.enabled")
     elif cast:
-        word = "fp16" if kind.endswith("float16") and "bfloat" not in kind else "bf16"
-        fields.set("train.precision", word, ["torch_autocast.enabled", "torch_autocast.dtype"])
+        fields.set("train.precision", kinds[kind], ["torch_autocast.enabled", "torch_autocast.dtype"])
     elif not auto and "train.precision" not in fields.settings:
         fields.set("train.precision", "fp32", ["bf16.enabled", "fp16.enabled"])
     names = ["bf16.bf16_master_weights_and_grads", "bf16.bf16_optimizer_states"]

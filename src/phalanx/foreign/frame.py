@@ -7,7 +7,7 @@ import contextlib
 import functools
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -226,7 +226,7 @@ class Fields:
 
     def __init__(self, source: Source, table: NameTable, stated: Sequence[Stated]):
         self.source, self.table = source, table
-        self.stated = {each.name: each for each in stated}
+        self.stated: dict[str, Stated] = {}
         """The last one wins, as in every one of these formats."""
         self.settings: dict[str, Setting] = {}
         self.became: list[Became] = []
@@ -240,6 +240,12 @@ class Fields:
         self.taken: set[str] = set()
         self._told: set[str] = set()
         self.needed: dict[str, str] = {}
+        self._setters: dict[str, Stated] = {}
+        """The value that set each field by a plain name."""
+        for each in stated:
+            refers = isinstance(each.value, str) and "${" in each.value
+            value = Unresolved(str(each.value), "it refers to another value") if refers else each.value
+            self.stated[each.name] = replace(each, value=value)
 
     def origin(self, name: str) -> str:
         """Returns where a value stands, and its name: "train.sh:12 --tp"."""
@@ -263,8 +269,18 @@ class Fields:
         try:
             return converted(value, kind)
         except ValueError as error:
-            self.problems.append(f"{self.origin(name)}: {error}")
+            bare = value is True and not self.stated[name].text  # an option of a command line
+            self.problems.append(f"{self.origin(name)}: {'needs a value' if bare else error}")
             return default
+
+    def choice(self, name: str, default: str, known: Iterable[str], path: str = "") -> str:
+        """Returns the word of a name in lower case, or the default. One that is not among the known words is listed as
+        not understood."""
+        word, several = self.take(name, str, default).lower(), [*known]
+        if word in several or word == default.lower():
+            return word
+        self.unknown_value(name, filter(None, several), path)
+        return default
 
     def set(self, path: str, value: Any, names: str | Sequence[str], how: str = "") -> None:
         """Sets a field of the job to what one or several names say."""
@@ -273,8 +289,7 @@ class Fields:
         self.taken.update(several)
         self._told.update(several)
         origin = self.origin(stated[0]) if stated else f"{self.source.path}"
-        text = [str(each) for each in value] if isinstance(value, list | tuple) else _text(value)
-        self.settings[path] = Setting(path, text, origin, foreign=True)
+        self.settings[path] = Setting(path, _setting_text(value), origin, foreign=True)
         shown = ", ".join(self.stated[name].shown for name in stated) or "(by default)"
         theirs = [self.stated[name].value for name in stated]
         self.became = [each for each in self.became if each.path != path]
@@ -310,6 +325,7 @@ class Fields:
 
     def refuse(self, name: str, why: str, path: str = "") -> None:
         """Lists a stated name as one that is not understood."""
+        self._told.add(name)
         self.unknown.append(Leftover(self.stated[name].shown, self.stated[name].value, why, path=path))
 
     def unknown_value(self, name: str, known: Iterable[str], path: str = "") -> None:
@@ -350,7 +366,7 @@ class Fields:
             ours = meaning.values[word]
             for path, to in ours.items() if isinstance(ours, dict) else [(meaning.path, ours)]:
                 if to is not None:
-                    self.set(path, to, name, meaning.how)
+                    self._once(path, to, name, meaning.how)
                     continue
                 self._told.add(name)
                 self.became.append(Became(self.stated[name].shown, value, path, "(its default)", meaning.how))
@@ -358,13 +374,27 @@ class Fields:
         if isinstance(value, Mapping):
             self.problems.append(f"{self.origin(name)}: expected a value, found an object")
             return
-        self.set(meaning.path, value, name, meaning.how)
+        self._once(meaning.path, value, name, meaning.how)
+
+    def _once(self, path: str, value: Any, name: str, how: str) -> None:
+        """Sets a field. A name is not understood where another one has set the field to something else, but what a file
+        states wins over the files that it builds on."""
+        first, ours = self._setters.get(path), self.stated[name]
+        if first and first.line and ours.line and first.path in (None, ours.path):
+            before = self.settings[path].text
+            if not _same(before, _setting_text(value)):
+                self.refuse(name, f"{first.shown} {first.value} says otherwise: keep one of them", path)
+                return
+        self.set(path, value, name, how)
+        self._setters[path] = ours
 
     def job(self, kind: str) -> ForeignJob:
         """Returns the job, as far as there are no `problems`."""
         for name, found in self.stated.items():
             meaning, taken = self.table.meaning_of(name), name in self.taken
-            if meaning and meaning.rule and name not in self._told and not isinstance(found.value, Unresolved):
+            if name in self._told or (found.value is False and not found.line):
+                continue
+            if meaning and meaning.rule and not isinstance(found.value, Unresolved):
                 why = NO_EFFECT if taken else "it is not read beside the other values of this file"
                 (self.leftovers if taken else self.unknown).append(
                     Leftover(found.shown, found.value, why, affects=False)
@@ -372,6 +402,25 @@ class Fields:
         several = tuple(self.settings.values()), tuple(self.became), tuple(self.leftovers), tuple(self.unknown)
         facts = self.framework, dict(self.recipe), self.stated, self.source, self.model, dict(self.needed)
         return ForeignJob(self.source.path, kind, self.version, *several, *facts)
+
+
+def once(source: Source, stated: Sequence[Stated]) -> Sequence[Stated]:
+    """Returns values. Raises JobError for those that a file gives two names, and several values."""
+    first, problems = dict[str, Stated](), list[str]()
+    for each in stated:
+        before = first.setdefault(each.name, each)
+        if before.shown != each.shown and before.value != each.value:
+            at = f"{source.path}:{each.line} {each.shown} {each.value}"
+            problems.append(f"{at}: line {before.line} has {before.shown} {before.value}: keep one of them")
+    if problems:
+        raise JobError(problems)
+    return stated
+
+
+def _same(one: Any, two: Any) -> bool:
+    with contextlib.suppress(ValueError, TypeError):
+        return float(one) == float(two)
+    return one == two
 
 
 def converted(value: Any, kind: type[T]) -> T:
@@ -390,6 +439,10 @@ def converted(value: Any, kind: type[T]) -> T:
         what = {int: "a whole number", float: "a number", bool: "true or false", str: "text", list: "a list"}
         raise ValueError(f"expected {what.get(kind, kind.__name__)}, found {str(value)[:80]!r}")
     return found
+
+
+def _setting_text(value: Any) -> str | list[str]:
+    return [str(each) for each in value] if isinstance(value, list | tuple) else _text(value)
 
 
 def _text(value: Any) -> str:

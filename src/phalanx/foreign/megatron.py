@@ -11,7 +11,7 @@ import yaml
 
 from phalanx.errors import JobError
 from phalanx.foreign import shell
-from phalanx.foreign.frame import Fields, ForeignFormat, Source, Stated, Unresolved, yaml_values
+from phalanx.foreign.frame import Fields, ForeignFormat, Source, Stated, Unresolved, once, yaml_values
 from phalanx.foreign.megatron_core import CHOOSES, COVERS, FIXED, core, written
 from phalanx.foreign.shell import Script, ScriptWord
 
@@ -65,7 +65,10 @@ def _command(script: Script) -> tuple[list[ScriptWord], str]:
     doubtful = [(_flat(words), why) for words, why in script.doubtful]
     best = max([*several, *doubtful], key=lambda each: (_rank(each[0]), len(each[0])), default=([], ""))
     if _rank(best[0])[0]:
-        return best
+        others = [
+            words for words in map(_flat, script.commands) if _rank(words)[0] and _texts(words) != _texts(best[0])
+        ]
+        return best[0], best[1] or ("another command trains, too, with other options" if others else "")
     with_options = [words for words in map(_flat, script.variables.values()) if any(map(_is_option, words))]
     return [word for words in (with_options or [words for words, _ in several]) for word in words], ""
 
@@ -77,6 +80,12 @@ def _flat(words: Sequence[ScriptWord]) -> list[ScriptWord]:
         has_options = " --" in word.text or word.text.lstrip().startswith("--")
         found += shell.words_of(word) if has_options and re.search(r"\s", word.text.strip()) else [word]
     return found
+
+
+def _texts(words: Sequence[ScriptWord]) -> list[str]:
+    """Returns the texts from the program on: a command that is shown before it runs has another beginning."""
+    first = next((n for n, word in enumerate(words) if ".py" in word.text), 0)
+    return [word.text for word in words[first:]]
 
 
 def _rank(words: Sequence[ScriptWord]) -> tuple[bool, int]:
@@ -140,7 +149,7 @@ def parse_yaml(source: Source) -> Sequence[Stated]:
         if isinstance(value, str) and "$" in value:
             value = Unresolved(value, "a variable that the file does not set")
         found.append(Stated(name, value, each.line, each.text, label=each.name))
-    return found
+    return once(source, found)
 
 
 def launched(fields: Fields) -> None:
@@ -176,8 +185,19 @@ def finish(fields: Fields) -> None:
             f"{fields.origin('max_position_embeddings')}: {positions:,} positions for sequences of {length:,} tokens, "
             f"which Megatron-LM refuses; nearest: {length}"
         )
+    grouped(fields)
     core(fields)
     overlapped(fields, "overlap_grad_reduce" in fields.stated)
+
+
+def grouped(fields: Fields) -> None:
+    """Heeds query groups only beside group_query_attention, as Megatron-LM's arguments do
+    (core_transformer_config_from_args)."""
+    switch = "group_query_attention"
+    if fields.has("num_query_groups") and not fields.on(switch):
+        why = f"Megatron-LM heeds it with {switch} only: every head has keys and values of its own"
+        fields.leave("num_query_groups", why, affects=False)
+        fields.stated.setdefault(switch, Stated(switch, False))
 
 
 def overlapped(fields: Fields, overlaps: bool) -> None:

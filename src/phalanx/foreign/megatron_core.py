@@ -44,9 +44,9 @@ def core(fields: Fields) -> None:
     chunks = _pipeline(fields, max(pp, 1), layers)
     _recompute(fields, layers, max(pp, 1) * chunks)
     _offload(fields)
-    kind = fields.take("cuda_graph_impl", str, "none")
+    kind = fields.choice("cuda_graph_impl", "none", ("none", "local", "transformer_engine", "full_iteration"))
     scope = fields.take("cuda_graph_scope", object, None) or fields.take("cuda_graph_modules", object, "")
-    if kind.lower() != "none":
+    if kind != "none":
         words = set(re.findall("[a-z_]+", f"{scope}"))
         found = "layers" if "moe_router" not in words else "attention and router" if "attn" in words else "router"
         fields.recipe["graphs"] = "iteration" if "full_iteration" in {*words, kind} else found
@@ -66,13 +66,17 @@ _EXCLUSIVE = (
 def _precision(fields: Fields) -> None:
     fp16, bf16 = fields.on("fp16"), fields.on("bf16")
     narrow = fields.word("fp8_format", "fp8")
+    for name in ("fp8_format", "fp8"):
+        fields.choice(name, "", ("e4m3", "hybrid", "none", "false"), "train.precision")
     if narrow and "model.lora.rank" in fields.settings:
         fields.set("train.precision", "bf16", ("fp8_format", "fp8", "fp8_recipe"), "products in 8 bits are priced")
         fields.recipe["products"] = "fp8"
     elif narrow:
         fields.set("train.precision", "fp8", ("fp8_format", "fp8"))
-        recipe = fields.take("fp8_recipe", str, "delayed")
-        scaling = {"mxfp8": "mxfp8", "blockwise": "rowwise"}.get(recipe, "tensorwise")
+        kinds = dict.fromkeys(("delayed", "tensorwise", "custom"), "tensorwise")
+        kinds |= {"mxfp8": "mxfp8", "blockwise": "rowwise"}
+        recipe = fields.choice("fp8_recipe", "delayed", kinds, "train.fp8_scaling")
+        scaling = kinds[recipe]
         how = "" if recipe in ("tensorwise", "mxfp8") else f"{recipe} scaling is priced alike"
         fields.set("train.fp8_scaling", scaling, "fp8_recipe", how)
         for name in filter(fields.on, ("fp8_param", "fp8_param_gather")):
@@ -117,6 +121,8 @@ def _optimizer(fields: Fields) -> None:
     style = fields.take("lr_decay_style", str, "linear")
     if style in _DECAYS:
         fields.set("optimizer.schedule", _DECAYS[style], "lr_decay_style")
+    else:
+        fields.leave("lr_decay_style", f"no schedule here is this one; known: {', '.join(_DECAYS)}", affects=False)
 
 
 def _shape(fields: Fields) -> None:
@@ -124,6 +130,12 @@ def _shape(fields: Fields) -> None:
     swiglu, quick = fields.on("swiglu"), fields.on("quick_geglu")
     gated = swiglu or quick or fields.on("gated_linear_unit")
     function = fields.take("activation_func", str, "").rpartition(".")[2]
+    if function not in ("", "silu", "gelu", "swiglu", "squared_relu", "fast_gelu", "openai_gelu", "quick_gelu") or (
+        function == "silu" and not gated
+    ):
+        fields.unknown_value(
+            "activation_func", ("gelu", "squared_relu", "silu with gated_linear_unit"), "model.activation"
+        )
     squared = fields.on("squared_relu") or "squared_relu" in function
     tanh = fields.on("openai_gelu") or "fast_gelu" in function or "openai_gelu" in function
     names = ("swiglu", "quick_geglu", "squared_relu", "openai_gelu", "gated_linear_unit", "activation_func")
@@ -214,8 +226,10 @@ def start_from(fields: Fields, name: str, model: str) -> bool:
 def _experts(fields: Fields) -> None:
     count, moe = fields.take("num_experts", int, 0) or fields.take("num_moe_experts", int, 0), "model.moe."
     if count or whole(fields, f"{moe}n_experts", 0):
-        kind = fields.take("moe_token_dispatcher_type", str, "allgather")
-        backend = fields.take("moe_flex_dispatcher_backend", str, "deepep")
+        kind = fields.choice(
+            "moe_token_dispatcher_type", "allgather", ("allgather", "alltoall", "alltoall_seq", "flex")
+        )
+        backend = fields.choice("moe_flex_dispatcher_backend", "deepep", ("deepep", "hybridep"))
         deep = fields.on("moe_enable_deepep", "use_turbo_deepep") or kind == "flex"
         hybrid = kind == "flex" and backend == "hybridep"
         fields.recipe["dispatcher"] = backend if hybrid else "deepep" if deep else "all-to-all"
@@ -399,7 +413,7 @@ def _data(fields: Fields, cuts_experts: bool) -> None:
         fields.recipe |= {"gradient_bytes": 0, "step_gradient_bytes": 4}
     elif fsdp:
         names = ("data_parallel_sharding_strategy", "use_megatron_fsdp", "use_custom_fsdp")
-        zero = _STRATEGIES.get(fields.take("data_parallel_sharding_strategy", str, "no_shard"), 0)
+        zero = _STRATEGIES[fields.choice(names[0], "no_shard", _STRATEGIES, "layout.zero")]
     else:
         names, zero = ("use_distributed_optimizer",), int(fields.on("use_distributed_optimizer"))
     how = "world size / (tp × pp × cp)"
@@ -491,12 +505,14 @@ def layout_sizes(text: Any) -> list[int]:
 def _recompute(fields: Fields, layers: int, stages: int) -> None:
     old = ("recompute_activations", "activations_checkpoint_method", "checkpoint_activations")
     names = ("recompute_granularity", *old, "recompute_method", "recompute_num_layers", "recompute_modules")
-    mode = fields.word(names[0]) or ("selective" if fields.on(old[0]) else "")
+    mode = fields.choice(names[0], "", ("full", "selective", "none", "null"), "layout.recompute")
+    mode = mode or ("selective" if fields.on(old[0]) else "")
     if fields.word(old[1]) or fields.on(old[2]):
         mode = "full"
     modules = fields.take("recompute_modules", object, None)
     modules = modules if isinstance(modules, list) else re.findall(r"[a-z_]+", str(modules or "core_attn"))
-    method, count = fields.take("recompute_method", str, ""), fields.take("recompute_num_layers", int, 0)
+    method = fields.choice("recompute_method", "", ("uniform", "block", "none", "null"), "layout.recompute")
+    count = fields.take("recompute_num_layers", int, 0)
     if mode == "full" and method == "block" and layers % stages == 0 and 0 < count < layers // stages:
         more = whole(fields, "model.mtp", 0)
         runs = [f"{count}*full", f"{layers // stages - count}*none"] * stages + [f"{more}*none"] * bool(more)

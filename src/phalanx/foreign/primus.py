@@ -12,7 +12,7 @@ import yaml
 from phalanx.bounded import read_text
 from phalanx.errors import JobError
 from phalanx.foreign.frame import MOST_BYTES, Fields, Source, Stated, Unresolved, plain_value, yaml_values
-from phalanx.foreign.megatron import SCRIPT, launched, overlapped
+from phalanx.foreign.megatron import SCRIPT, grouped, launched, overlapped
 from phalanx.foreign.megatron_core import core, start_from
 
 _VARIABLE = re.compile(r"\$\{([A-Za-z_]\w*)(?::([^}]*))?\}")
@@ -93,6 +93,7 @@ def finish(fields: Fields) -> None:
     launched(fields)
     if not name:
         fields.set("model.dropout", fields.take("hidden_dropout", float, 0.1), ("hidden_dropout", "attention_dropout"))
+    grouped(fields)
     core(fields)
     overlapped(fields, fields.on("overlap_grad_reduce"))
 

@@ -136,9 +136,8 @@ def set_fsdp(fields: Fields, prefix: str, version: int) -> None:
     words = {"1": "full_shard", "2": "shard_grad_op", "3": "no_shard", "4": "hybrid_shard", "5": "hybrid_shard_zero2"}
     given = fields.take(strategy, str, "FULL_SHARD") if strategy else "FULL_SHARD"
     word = words.get(given, given).lower().lstrip("_")
-    keeps = reshard and str(fields.stated[reshard].value).lower() in ("false", "shard_grad_op", "no_shard")
-    if reshard:
-        fields.take(reshard, object, None)
+    words_of = {"": None, "true": False, "full_shard": False, "false": True, "shard_grad_op": True, "no_shard": True}
+    keeps = words_of[fields.choice(reshard, "", words_of, "layout.reshard") if reshard else ""]
     stated = [name for name in (strategy, reshard) if name]
     if word not in words.values():
         fields.unknown_value(strategy, [each.upper() for each in words.values()], "layout.zero")
@@ -149,7 +148,10 @@ def set_fsdp(fields: Fields, prefix: str, version: int) -> None:
             how = "one replica per node is not known without devices_per_node" if word.startswith("hybrid") else ""
             fields.set("layout.dp_shard", -1, stated, how)
         fields.set("layout.zero", 3, stated)
-        fields.set("layout.reshard", not (keeps or word.endswith(("grad_op", "zero2"))), stated)
+        grad_op = word.endswith(("grad_op", "zero2"))
+        if strategy and keeps not in (None, grad_op):
+            fields.refuse(reshard, f"{strategy} {given} says otherwise: keep one of them", "layout.reshard")
+        fields.set("layout.reshard", not (grad_op if keeps is None else keeps), stated)
         if word.startswith("hybrid") and strategy and "layout.dp_replicate" not in fields.settings:
             why = "replicas of a group that shards inside a node: set dp_replicate and dp_shard"
             fields.unknown.append(Leftover(strategy, given, why, path="layout.dp_replicate"))
@@ -175,7 +177,12 @@ def included(source: Source, stated: Sequence[Stated], name: str) -> list[Stated
         inner = deepspeed_values(Source(path, read_text(path, MOST_BYTES)))
     except (OSError, UnicodeDecodeError) as error:
         raise JobError(f"{path}: cannot be read: {error}") from None
-    own = {each.name for each in stated}
+    own = {each.name: each for each in stated}
+    if wrong := [each for each in inner if each.value not in (None, own.get(each.name, each).value)]:
+        both = (
+            f"{path}:{each.line} {each.name} {each.value}: {source.path} has {own[each.name].value}" for each in wrong
+        )
+        raise JobError([f"{each}; transformers refuses such a pair" for each in both])
     return [*stated, *(replace(each, path=path) for each in inner if each.name not in own)]
 
 

@@ -250,7 +250,13 @@ class _ScriptParser:
     def _simple(self, line: int) -> _ScriptStatement:
         found, declares = _ScriptStatement("simple", line), True
         while self.more() and not re.compile(r"[\n;|)]|&&|&(?!>)").match(self.text, self.place):
-            if self.passed("&") or self.passed("("):
+            if self.passed("&"):
+                continue
+            if self.peek("("):
+                options = any(word and word[0].text.startswith("--") for word in found.words)
+                if self.strict and options and self.text[self.place - 1] not in "<>@?*+!":
+                    raise ValueError(f"line {self.line()} has a ( outside of quotes")
+                self.place += 1
                 continue
             if self.text[self.place] in "<>":
                 self._redirect(found)
@@ -531,6 +537,11 @@ class _ScriptReader:
     def _simple(self, statement: _ScriptStatement) -> None:
         words = self._expanded(statement.words)
         name = words[0].text if words else ""
+        if name.startswith("--") and words[0].segments[0].source == words[0].segments[0].text:
+            raise ValueError(
+                f"line {statement.line} begins a command with {name}: a line before it must end in \\, with no blank "
+                "and no comment behind it"
+            )
         if name in ("source", ".") and len(words) > 1:
             self.script.sourced.append(words[1])
         for word in words[1:]:

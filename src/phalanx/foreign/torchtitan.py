@@ -6,14 +6,14 @@ import functools
 import json
 import re
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from phalanx.config.layout import Layout
 from phalanx.config.values import yaml_data
 from phalanx.errors import JobError
 from phalanx.foreign import shared
-from phalanx.foreign.frame import Fields, ForeignFormat, ForeignJob, Source, Stated, yaml_values
+from phalanx.foreign.frame import Fields, ForeignFormat, ForeignJob, Source, Stated, once, yaml_values
 from phalanx.nearest import did_you_mean
 
 _SECTIONS = {"job", "model", "training", "parallelism", "optimizer", "lr_scheduler", "activation_checkpoint"}
@@ -31,7 +31,7 @@ def recognises(source: Source) -> bool:
     return len(_SECTIONS & {*headers}) > 1
 
 
-def parse(source: Source) -> list[Stated]:
+def parse(source: Source) -> Sequence[Stated]:
     """Returns the values of a job file."""
     if source.text.lstrip().startswith("{"):
         return yaml_values(source)
@@ -44,7 +44,7 @@ def parse(source: Source) -> list[Stated]:
     for old, value in _leaves(content, ""):
         name = _WARMUP.sub("lr_scheduler.", _DEGREE.sub(_P, old))
         found.append(Stated(name, value, *lines.get(old, (0, "")), label=old if old != name else ""))
-    return found
+    return once(source, found)
 
 
 _DEGREE = re.compile(r"^(?:training|experimental)\.(?=[a-z]+_parallel_|enable_async_tensor_parallel)")
@@ -129,10 +129,11 @@ def _optimizer(fields: Fields) -> None:
         fields.set("optimizer.betas", betas, names)
     _default(fields, "optimizer.lr", 8e-4)
     ratio, kind = f"{_LR}decay_ratio", f"{_LR}decay_type"
-    word = fields.take(kind, str, "linear")
+    word = fields.choice(kind, "linear", ("linear", "cosine", "sqrt"), "optimizer.schedule")
     share = fields.take(ratio, float, 0.0)
     if ratio not in fields.stated or fields.stated[ratio].value is None:
-        fields.set("optimizer.schedule", "cosine" if word == "cosine" else "linear", kind)
+        how = "not its sqrt form" if word == "sqrt" else ""
+        fields.set("optimizer.schedule", "cosine" if word == "cosine" else "linear", kind, how)
     elif share == 0:
         fields.set("optimizer.schedule", "constant", [ratio, kind])
     else:
@@ -172,7 +173,8 @@ def _degrees(fields: Fields) -> None:
         fields.set("layout.ep", experts // tp if how else experts, [ep, etp], how)
         if folds and sequence:
             fields.set("layout.etp", 1, [etp])
-    backend = fields.word(f"{_P}expert_parallel_comm_backend").lower()
+    known = ("standard", "deepep", "hybridep")
+    backend = fields.choice(f"{_P}expert_parallel_comm_backend", "standard", known)
     fields.recipe |= {"dispatcher": backend} if backend in ("deepep", "hybridep") else {}
     policy = f"{_P}fsdp_reshard_after_forward"
     word = fields.take(policy, str, "default")
@@ -300,7 +302,10 @@ def _compiled(fields: Fields) -> str:
 
 def _precision(fields: Fields) -> None:
     dtype, mixed = f"{_T}dtype", f"{_T}mixed_precision_param"
-    stored, computed = fields.take(dtype, str, "float32"), fields.take(mixed, str, "bfloat16")
+    known = ("float32", "bfloat16")
+    stored, computed = (
+        fields.choice(n, default, known, "train.precision") for n, default in zip((dtype, mixed), known, strict=True)
+    )
     converters = fields.take("model.converters", list, [])
     eight, scaled = (
         [each for each in converters if str(each) in (kind, f"quantize.linear.{kind}")] for kind in ("float8", "mx")

@@ -123,6 +123,8 @@ def read_body(content: bytes, wants: str, model: str) -> CompletionBody:
         raise ApiError(404, message, param="model", code="model_not_found")
     inputs = _prompts(body.get("prompt")) if wants == "prompt" else [_messages(body.get("messages"))]
     limit = "max_completion_tokens" if body.get("max_completion_tokens") is not None else "max_tokens"
+    if limit != "max_tokens" and body.get("max_tokens") not in (None, body[limit]):
+        raise ApiError(400, f"max_tokens and {limit} differ: give one of them", param=limit)
     stop = body.get("stop") or []
     options = {
         "temperature": _number(body, "temperature", 1.0, 0, 100),
@@ -134,6 +136,11 @@ def read_body(content: bytes, wants: str, model: str) -> CompletionBody:
     stream_options = body.get("stream_options") or {}
     if not isinstance(stream_options, dict):
         raise ApiError(400, "stream_options must be an object", param="stream_options")
+    if stream_options and not body.get("stream"):
+        raise ApiError(400, "stream_options are for stream: true", param="stream_options")
+    for name in stream_options.keys() - {"include_usage"}:
+        if stream_options[name]:
+            raise ApiError(400, f"stream_options.{name[:100]} is not supported by this server", param="stream_options")
     return CompletionBody(
         inputs,
         _whole(body, limit, 0, 0, 1 << 30) if body.get(limit) is not None else None,
@@ -210,6 +217,8 @@ def _messages(messages: Any) -> list[dict[str, Any]]:
         for part in parts:
             if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
                 raise ApiError(400, f"{where}.content: only parts of type text are supported", param=where)
+            if more := sorted(name for name in part.keys() - {"type", "text"} if part[name] is not None):
+                raise ApiError(400, f"{where}.content: {more[0][:100]} of a part is not supported", param=where)
         found.append({**message, "content": "".join(part["text"] for part in parts)})
     return found
 

@@ -58,6 +58,9 @@ AMOUNTS = ("n_params_b", "tflops_per_gpu", "mfu_pct", "tokens_per_s_per_gpu", "s
 _UNITS = {"n_params_b": "B", "mfu_pct": "%", "step_time_s": "s", "peak_mem_gb": "GB?", "n_gpus": "x"}
 """The units that a column's numbers may carry, as patterns: others would change a number without a word."""
 
+_THOUSANDS = re.compile(r"^[1-9][0-9]{0,2}(?:[,_][0-9]{3})+(?![0-9,_])")
+"""A number in groups of three digits: 0,125 and 1.234,5 have a comma for the point."""
+
 LONGEST = 2000
 """Most characters of a cell with a meaning; the longest of the published tables has 589."""
 
@@ -111,7 +114,8 @@ class Cells:
         text = self.text(name)
         if not text or text.upper().startswith("OOM"):
             return None
-        plain = re.sub(r" *\(.*\)$", "", re.sub(r"(?<=[0-9])[,_](?=[0-9]{3})", "", text)).lstrip("~≈<>≥≤ ")
+        plain = re.sub(r" *\(.*\)$", "", text).lstrip("~≈<>≥≤ ")
+        plain = _THOUSANDS.sub(lambda found: re.sub("[,_]", "", found[0]), plain)
         try:
             value = float(re.sub(f" *(?:{_UNITS.get(name, '')})$", "", plain))
         except ValueError:

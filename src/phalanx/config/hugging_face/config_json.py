@@ -200,7 +200,7 @@ def read(values: Any, ignored: Sequence[str] = ()) -> HuggingFaceModel:
         values: the content of a config.json.
         ignored: dotted names of fields that are read as if they were absent. Each must be one that is refused."""
     if not isinstance(values, dict):
-        raise JobError(f"expected an object with model_type, found {type(values).__name__}")
+        raise JobError(f"expected an object with model_type, found {bounded.kind_of(values)}")
     if not ignored:
         return _read(values)
     described = read_without(values, ignored, _read)
