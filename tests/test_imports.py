@@ -56,7 +56,7 @@ MOST_LINES = {
     "report": 1682,
     "schedule": 2100,
     "serve": 839,
-    "simulate": 1245,
+    "simulate": 1248,
     "techniques": 1601,
     "trackers": 848,
     "train": 9895,
