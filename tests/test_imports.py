@@ -42,7 +42,7 @@ MOST_LINES = {
     "dryrun": 2711,
     "evaluate": 690,
     "exchange": 2650,
-    "foreign": 4468,
+    "foreign": 4471,
     "generate": 1712,
     "graph": 2141,
     "launch": 8321,
