@@ -100,6 +100,11 @@ def test_an_empty_file_is_no_job(text):
     assert parse(text, "j") == ([], ["j: is empty: it sets no field of a job (`phalanx init` begins one)"])
 
 
+def test_an_unknown_list_of_mappings_is_an_unknown_key():
+    """As Hydra's defaults are."""
+    assert parse("defaults:\n  - model: llama\n", "j") == ([], ["j:1: unknown key defaults"])
+
+
 keys = st.sampled_from([*leaves(), "train.stepz", "model", "x", "a.b.c", ""])
 values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),

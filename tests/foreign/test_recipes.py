@@ -290,8 +290,8 @@ def test_words_of_bridge_that_mean_nothing_here(tmp_path, more):
     assert len(read(path).unknown) == 1
 
 
-def test_two_lengths_that_bridge_refuses(tmp_path):
+def test_two_lengths_of_one_recipe_are_told(tmp_path):
     path = tmp_path / "bridge.yaml"
     path.write_text(f"{BRIDGE_YAML}dataset: {{seq_length: 256}}\n")
-    with pytest.raises(JobError, match="dataset.seq_length 256 and model.seq_length differ"):
-        read(path)
+    [told] = [each for each in read(path).without_counterpart if each.affects]
+    assert (told.name, told.why) == ("dataset.seq_length", "model.seq_length 128 is predicted")

@@ -245,6 +245,12 @@ def test_a_recipe_of_automodel(tmp_path):
     assert (layout.recompute, layout.reshard, found.train.global_batch) == ("full", False, 512)
 
 
+def test_the_first_seed_of_automodel_counts(tmp_path):
+    for text, seed in (("rng: {seed: 2}", "2"), ("seed: 1\nrng: {seed: 2}", "1")):
+        theirs = automodel(tmp_path, f"dataset: {{seq_len: 8}}\n{text}")
+        assert (settings(theirs)["train.seed"], theirs.unknown) == (seed, ())
+
+
 def test_automodel_asks_for_what_it_does_not_state(tmp_path):
     assert automodel(tmp_path, "").needed == {"model.seq_len": "the length of a sample in tokens"}
     packed = automodel(

@@ -54,6 +54,12 @@ specs = st.builds(
 )
 
 
+def test_causes_that_leave_no_time_to_train_are_refused():
+    with pytest.raises(JobError, match="1,000,000,000 devices fail 5.48 times per second by these causes"):
+        expected(replace(BASE, devices=10**9))
+    assert expected(replace(BASE, devices=10**8, restart_s=1e6)).total.fraction < 1e-9
+
+
 def test_the_table_of_llama_3():
     """Table 5 has 18 rows, 419 in all, of which 148 are 35.3 % and not the 30.1 % that it prints."""
     assert len(LLAMA) == 18

@@ -108,7 +108,7 @@ def _walk(node: yaml.MappingNode, prefix: str, name: str, settings: list[Setting
         first_seen[path] = key_node.start_mark.line + 1
         has_rows = row_of(leaves().get(path)) is not None
         foreign = next(_foreign_tags(value, nested=has_rows), None)
-        if foreign:
+        if foreign and (path in leaves() or foreign not in PLAIN_TAGS):
             problems.append(f"{origin}: {path}: the tag {foreign} is not allowed; plain values only")
         elif has_rows and not value.tag.endswith(":null"):
             settings.append(Setting(path, yaml.serialize(value), origin))

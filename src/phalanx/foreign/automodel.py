@@ -45,6 +45,9 @@ def finish(fields: Fields) -> None:
         )
     if "optimizer.schedule" not in fields.settings:
         fields.set("optimizer.schedule", "constant", "lr_scheduler.lr_decay_style")
+    if fields.has("rng.seed") and "seed" not in fields.stated:
+        fields.set("train.seed", fields.take("rng.seed", int, 42), "rng.seed")
+    fields.leave("rng.seed", "seed is set", affects=False)
     fields.leave(f"{_S}ckpt_every_steps", "a checkpoint is no part of a step", affects=False)
     if fields.has("peft.dim") or "peft.target_modules" in fields.stated:
         found, everything = fields.take("peft.target_modules", object, None), fields.on("peft.match_all_linear")

@@ -146,8 +146,8 @@ def finish(fields: Fields) -> None:
     if (length := fields.first(*names)) and "seq_length" not in fields.stated:
         fields.set("model.seq_len", length, names)
     elif length and length != fields.take("seq_length", int, 0):
-        said, model = next(filter(fields.has, names)), fields.stated["seq_length"].shown
-        fields.problems.append(f"{fields.origin(said)} {length} and {model} differ, which Megatron-Bridge refuses")
+        model = fields.stated["seq_length"]
+        fields.leave(names, f"{model.shown} {model.value} is predicted")
     kind = fields.word("peft._target_", "peft")
     if rank := fields.take("peft.dim", int, 32 if kind == "LoRA" else 0):
         fields.set("model.lora.rank", rank, ("peft.dim", "peft._target_"))

@@ -167,6 +167,8 @@ def parse_hosts(text: str, name: str) -> list[HostSlots]:
             problems.append(f"{name}:{number}: expected HOST, HOST:4 or HOST slots=4, found {line.strip()[:200]!r}")
             continue
         found = [int(count[1]) for count in counts if count] + ([int(match[2])] if match[2] else [])
+        if len({*found}) > 1:
+            problems.append(f"{name}:{number}: {match[1]} has {' and '.join(map(str, found))} slots: keep one of them")
         if found:
             stated.add(match[1])
         slots[match[1]] = slots.get(match[1], 0) + (found[0] if found else 1)

@@ -156,16 +156,19 @@ def expected(spec: FailureSpec) -> GoodputByCause:
     """Returns the expected shares of time. Raises JobError for impossible figures."""
     if spec.spares < 0:
         raise JobError(f"spares: {spec.spares}, where 0 or more is needed")
+    if (rate := math.fsum(spec.rates)) > 1:
+        raise JobError(f"{spec.devices:,} devices fail {rate:.3g} times per second by these causes: none ever trains")
     if spec.replicas > 1:
         return _with_replicas(spec)
-    rate, shortage = math.fsum(spec.rates), spec.shortage
+    shortage = spec.shortage
     rate = rate if rate > 1e-300 else 0.0
     total = rate / spec.devices * SECONDS_PER_DAY if spec.devices > 0 else 0.0
     waits = [(spec.restart(each, spare=True), spec.restart(each, spare=False)) for each in spec.causes]
     least = min(min(pair) for pair in waits)
     kept = [(1 - shortage) * math.exp(rate * (least - a)) + shortage * math.exp(rate * (least - b)) for a, b in waits]
     weights = [each / rate if rate else 0.0 for each in spec.rates]
-    equivalent = least - math.log(math.fsum(map(float.__mul__, weights, kept))) / rate if rate else least
+    share = math.fsum(map(float.__mul__, weights, kept))
+    equivalent = least - math.log(share) / rate if share else max(map(max, waits)) if rate else least
     given = (spec.devices, total, spec.checkpoint_s, equivalent)
     found = best(*given) if spec.interval_s is None else at(spec.interval_s, *given)
     lost = tuple(

@@ -480,6 +480,9 @@ def test_another_document_is_refused(tmp_path, change):
     path.write_text(json.dumps({**DOCUMENT, **change}))
     with pytest.raises(DataError, match=r"profile.json is no profile"):
         report.read(path)
+    path.write_text(json.dumps({"traceEvents": []}))
+    with pytest.raises(DataError, match="it is a trace, for ui.perfetto.dev"):
+        report.read(path)
 
 
 def test_a_run_without_a_profile_is_told_how_to_get_one(tmp_path):

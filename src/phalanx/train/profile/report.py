@@ -267,6 +267,8 @@ def read(run: Path) -> dict[str, Any]:
     path = run / "traces" / NAME if run.is_dir() else run
     try:
         document = bounded.read_json(path)
+        if isinstance(document, dict) and "traceEvents" in document:
+            raise ValueError(f"it is a trace, for ui.perfetto.dev; a run has its figures in traces/{NAME}")
         for name, kind in (("steps", list), ("ranks", list), ("median_rank", int), ("files", list), ("notes", list)):
             bounded.field(document, name, kind)
         list(lines(document))
