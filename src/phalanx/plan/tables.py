@@ -32,8 +32,9 @@ from phalanx.cost.held import (
     gathered_outside,
     parameter_counts,
 )
+from phalanx.cost.in_flight import flights
 from phalanx.cost.job_spec import stages
-from phalanx.cost.rank_memory import RankParts, StepParts
+from phalanx.cost.rank_memory import LossParts
 from phalanx.cost.rank_time import around_time, half_times
 from phalanx.cost.spec import StepSpec
 from phalanx.cost.state_formulas import Shards
@@ -157,7 +158,7 @@ class Tables:
         model = request.model
         self.whole = RankContents(every_block(model), True, True, least=model.n_layers)
         simplest = alone(request, Layout(offload=space.base.offload, offload_to=space.base.offload_to), 1)
-        self.formulas, self.optimizer = StepParts(simplest).formulas, costs_of(simplest)
+        self.formulas, self.optimizer = StepSizes(simplest).formulas, costs_of(simplest)
         self.slopes = self._slopes()
         """By outer combination: seconds per parameter, gathered, gathered again and reduced, each dense and of experts,
         and those of an empty message, in the same order; for gathers that overlap products, seconds of an empty message
@@ -225,8 +226,7 @@ class Tables:
         """Returns, for inner combinations, the bytes of the logits and of the head's input."""
 
         def ask(spec: StepSpec) -> float:
-            step = StepParts(spec)
-            return sum(RankParts(step, step.flights[0]).logits(least=True))
+            return sum(LossParts(StepSizes(spec), flights(spec.layout, 1)[0]).logits(least=True))
 
         return self._figures(("loss", ""), (TP, SP, CP, MICRO), ask)[inner]
 
