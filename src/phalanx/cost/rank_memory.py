@@ -332,17 +332,23 @@ class RankParts(LossParts):
         inside, fetched, _ = max(found, key=sum)
         return inside + self.step.beside_gradient - self.step.gathered, self.step.gathered + self.between + fetched
 
+    @property
+    def sends_buckets(self) -> bool:
+        """Whether its stages send buckets of ZeRO-1 or 2, or any that leave for the host."""
+        layout = self.layout
+        shares = layout.zero in (1, 2) and layout.shard_ranks > 1
+        if self.formulas.offloads:  # they leave in turn, in a pipeline it is not known when
+            shares = layout.pp == 1 and self.step.data_ranks > 1 and not gathers_parameters(layout)
+        return shares and self.formulas.profile.keeps_buckets and any(trained for _, trained, _ in self.shards)
+
     def sending(self, *, stays: bool) -> Iterator[MomentBytes]:
         """Yields the bytes of gradients, activations, logits and communication at the fullest moment of the backward
         pass in which each stage sends the buckets of ZeRO-1 or 2, or any that leave for the host, and at its end.
         `stays`: sums of earlier micro-batches are there while the most are in flight."""
-        layout, step, buckets = self.layout, self.step, self.formulas.profile.keeps_buckets
-        total, m = sum(trained for _, trained, _ in self.shards), step.spec.batch.accumulation
-        shares = layout.zero in (1, 2) and layout.shard_ranks > 1
-        if self.formulas.offloads:  # they leave in turn, in a pipeline it is not known when
-            shares = layout.pp == 1 and step.data_ranks > 1 and not gathers_parameters(layout)
-        if not shares or not buckets or not total:
+        if not self.sends_buckets:
             return
+        layout, step, m = self.layout, self.step, self.step.spec.batch.accumulation
+        total = sum(trained for _, trained, _ in self.shards)
         embedding = 0 if self.model.freezes or not self.first else outside(self.model, layout.tp, True, False)
         arrived = total - embedding - sum(run.many * run.block.trained for held in self.runs for run in held)
         sends = {
@@ -613,16 +619,17 @@ class StepMoments:
 
     def _of_passes(self) -> Iterator[MomentBytes]:
         """Yields the first backward pass while the most are in flight, the loss, and those that send gradients."""
-        rank, sending = self.rank, [*self.rank.sending(stays=self.stays)]
-        again, moving = rank.backward(self.stays or self.state.unsent > 0 or bool(sending), unsent=self.unsent)
+        rank = self.rank
+        gradients = self.stays or self.state.unsent > 0
+        again, moving = rank.backward(gradients or rank.sends_buckets, unsent=self.unsent)
         # Losses in chunks that wait for their backward pass have one gradient of the head.
         summed = rank.head_gradient() if rank.last and rank.logits_of and rank.flight.losses > 1 else 0
         waiting = rank.waiting_logits(further=0) + summed
         yield MomentBytes("backward", self.early, self.kept + again, waiting, moving + self.whole)
         yield self._loss()
-        yield from sending
+        yield from rank.sending(stays=self.stays)
         if rank.last and rank.model.mtp:  # before that of the main loss, whose logits are there
-            again, moving = rank.backward(self.stays or self.state.unsent > 0, unsent=self.unsent, modules=True)
+            again, moving = rank.backward(gradients, unsent=self.unsent, modules=True)
             waiting = rank.waiting_logits() + summed
             yield MomentBytes("backward", self.early, self.kept + again, waiting, moving + self.whole)
 

@@ -17,7 +17,7 @@ from phalanx.cost.communication import NO_MESSAGES, MessageSeconds, collectives,
 from phalanx.cost.exposed import added, block_state, pass_seconds
 from phalanx.cost.held import Content, ParameterCounts, block_parameters, parameter_counts, table
 from phalanx.cost.kernels import HOST_BACKWARD, Seconds, operator_seconds
-from phalanx.cost.spec import Graphs, StepSpec
+from phalanx.cost.spec import Framework, Graphs, StepSpec
 from phalanx.cost.step_state import exposed_swaps, fetch_seconds, interference, state_seconds, summing_seconds
 from phalanx.partition.derived import Mode, gathers_parameters, splits_backward, uniform_recompute
 from phalanx.partition.tensor_slices import head_tiles, is_tiled
@@ -473,7 +473,7 @@ def around_time(spec: StepSpec, content: Content) -> RankTime:
     """Returns the time of embedding, head and loss with their communication. A loss in chunks of tokens computes all
     gradients in the forward pass (parallel/vocabulary.py)."""
     time, here, vocab = RankTime(), place(spec), spec.model.vocab_size
-    of_loss = replace(spec.framework, passes=spec.framework.loss_passes or spec.framework.passes)
+    of_loss = _of_loss(spec.framework)
     parts: list[tuple[Operator, ...]] = []
     if content.embedding:
         parts.append((embedding(here, vocab), *([layer_projection(here)] if spec.model.layer_embedding else [])))
@@ -507,6 +507,12 @@ def around_time(spec: StepSpec, content: Content) -> RankTime:
         )
         time += one.settled(ahead=not spec.framework.reads_sizes).scaled(chunks)
     return time
+
+
+@lru_cache(64)
+def _of_loss(framework: Framework) -> Framework:
+    """Returns a framework as its loss moves logits."""
+    return replace(framework, passes=framework.loss_passes or framework.passes)
 
 
 def _of_whole_logits(spec: StepSpec, operator: Operator) -> Operator:

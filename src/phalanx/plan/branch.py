@@ -28,6 +28,7 @@ from phalanx.plan.bounds import Bounds, SlowPipeline
 from phalanx.plan.plan import Candidate
 from phalanx.plan.simplicity import EQUAL, LONG_SEQUENCE, Simplicity, TieBand, ranked, simplicity
 from phalanx.plan.space import RECOMPUTE, STATES, MeshDegrees, PlanRequest, Rows, Space, joined, space_of
+from phalanx.plan.tables import present
 from phalanx.schedule.catalogue import SCHEDULES
 from phalanx.simulate.step import step_seconds
 
@@ -265,7 +266,7 @@ class Search:
         """Predicts good layouts of every pp degree, whose times prune the others, in the order of the bounds of their
         schedule and recomputation. The very fastest seldom fit."""
         pp = self.bounds.pp[order]
-        pairs = np.concatenate([order[pp == ranks][:SEED_PAIRS] for ranks in np.unique(pp)] or [order])
+        pairs = np.concatenate([order[pp == ranks][:SEED_PAIRS] for ranks in present(pp)] or [order])
         seeding = {name for name, entry in SCHEDULES.items() if entry.seeds}
         few = [number for number, one in enumerate(self.space.schedules) if one.schedule in seeding]
         every, uncounted = few or range(len(self.space.schedules)), replace(found, rejected=Counter())

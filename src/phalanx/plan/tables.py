@@ -214,7 +214,7 @@ class Tables:
         if block not in self._activations:
             self._activations[block] = np.empty((len(RECOMPUTE), len(which), 4)), np.zeros(len(which), bool)
         found, known = self._activations[block]
-        for number in np.unique(which[inner[~known[inner]]]).tolist():
+        for number in present(which[inner[~known[inner]]]).tolist():
             step, alike = StepSizes(specs[number]), np.flatnonzero(which == number)
             sizes = [BlockBytes(step, LayerKind(block, mode)) for mode in RECOMPUTE]
             each = np.array([(one.kept, sum(one.backward), step.under_way, one.deferred) for one in sizes])
@@ -316,14 +316,12 @@ class Tables:
         base = self.space.base
         widths = wire_widths(base, request.framework, request.products, request.width, request.model)
 
-        @cache
-        def messages(tp: int, shard: int, replicate: int, ep: int = 1, *, experts: bool) -> tuple[Floats, Floats]:
+        def messages(layout: Layout, *, experts: bool) -> tuple[Floats, Floats]:
             """Returns seconds per parameter and those of an empty message, of dense parameters or of experts."""
-            layout = Layout(tp=tp, dp_shard=shard, dp_replicate=replicate, ep=ep, hpz=base.hpz, sync=base.sync)
             among, (slopes, starts) = groups(layout, experts=experts), np.zeros((2, 3))
             ranks = among["shard"].ranks
             sizes = {name: width / ranks for name, width in widths.items()}
-            coded, codes = base.quantise_gradients != "none", codes_of(shard, replicate)
+            coded, codes = base.quantise_gradients != "none", codes_of(layout.dp_shard, layout.dp_replicate)
             for message in state_messages(ranks, **sizes, near=near_of(layout, among), coded=coded):
                 slope, start = line(request.cluster, message.collective, among[message.among])
                 row = min(2, PURPOSES.index(message.purpose))  # replicas sum when gradients are reduced
@@ -337,17 +335,19 @@ class Tables:
             return conversion_seconds(request.cluster.accelerator, layout)
 
         @cache
-        def gathers(tp: int, shard: int, replicate: int) -> tuple[float, float, float]:
-            """Returns seconds of an empty message and per byte, and the share of the bytes that a rank sends."""
-            layout = Layout(tp=tp, dp_shard=shard, dp_replicate=replicate, sync=base.sync)
-            beside = group(layout, "shard" if shard > 1 else "summed")
+        def dense(layout: Layout) -> tuple[tuple[Floats, Floats], tuple[float, float, float]]:
+            """Returns the messages of dense parameters, and of their gathers the seconds of an empty message and per
+            byte, and the share of the bytes that a rank sends."""
+            beside = group(layout, "shard" if layout.dp_shard > 1 else "summed")
             byte, started = line(request.cluster, "all_gather", beside)
-            return started, byte, 1 - 1 / beside.ranks
+            return messages(layout, experts=False), (started, byte, 1 - 1 / beside.ranks)
 
-        for each in self.outer.tolist():
-            dense, experts = messages(*each[:3], experts=False), messages(*each, experts=True)
-            both = (column for pair in zip(dense, experts, strict=True) for column in np.stack(pair, 1).flat)
-            found.append((*both, *gathers(*each[:3])))
+        for tp, shard, replicate, ep in self.outer.tolist():
+            layout = Layout(tp=tp, dp_shard=shard, dp_replicate=replicate, hpz=base.hpz, sync=base.sync)
+            every, gathers = dense(layout)
+            experts = messages(replace(layout, ep=ep), experts=True) if ep > 1 else every
+            both = (column for pair in zip(every, experts, strict=True) for column in np.stack(pair, 1).flat)
+            found.append((*both, *gathers))
         return np.array(found)
 
 
@@ -401,6 +401,11 @@ def distinct(*columns: NDArray[Any]) -> tuple[NDArray[np.int64], NDArray[np.intp
         combined = combined * (int(column.max(initial=0)) + 1) + column
     _, first, which = np.unique(combined, return_index=True, return_inverse=True)
     return np.stack([column[first] for column in columns], 1).astype(np.int64), which
+
+
+def present(numbers: NDArray[Any]) -> NDArray[np.intp]:
+    """Returns the small numbers that occur among some, in order."""
+    return np.flatnonzero(np.bincount(numbers))
 
 
 def alone(request: PlanRequest, layout: Layout, micro: int) -> StepSpec:
