@@ -316,22 +316,24 @@ def _half_time(
     ring, regather = messages.get("attention", NO_MESSAGES), messages.get("weight_gradients", NO_MESSAGES)
     again = _recomputed(spec, mode, seconds)
     visible = 1 - framework.tp_hidden
-    # A ring's messages slow down the attention that they overlap: a CPU moves bytes and computes with the same cores;
-    # an accelerator loses the cores and the memory bandwidth that messages use.
-    share = 1.0 if spec.cluster.accelerator.host_us else ring.occupancy
-    slowed = (framework.interference - 1) * share
+    around = around_back = 0.0
+    if ring is not NO_MESSAGES:
+        # A ring's messages slow down the attention that they overlap: a CPU moves bytes and computes with the same
+        # cores; an accelerator loses the cores and the memory bandwidth that messages use.
+        share = 1.0 if spec.cluster.accelerator.host_us else ring.occupancy
+        slowed = (framework.interference - 1) * share
+        around = added(ring.forward, seconds.attention, slowed)
+        around_back = added(ring.backward, 2 * seconds.attention, slowed)
+        around_back += added(ring.again, seconds.attention, slowed)
     forward = {
         "tp": tp.forward * visible,
-        "cp": cp.forward + added(ring.forward, seconds.attention, slowed),
+        "cp": cp.forward + around,
         "ep": ep.forward,
     }
     backward = {
         # Inputs are gathered again during the computation of weight gradients.
         "tp": (tp.backward + tp.again) * visible + max(0.0, regather.backward - seconds.weights),
-        "cp": cp.backward
-        + cp.again
-        + added(ring.backward, 2 * seconds.attention, slowed)
-        + added(ring.again, seconds.attention, slowed),
+        "cp": cp.backward + cp.again + around_back,
         "ep": ep.backward + ep.again,
     }
     forward = {axis: spent + handling[axis] for axis, spent in forward.items()}

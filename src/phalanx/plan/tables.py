@@ -291,7 +291,7 @@ class Tables:
                     "etp": etp,
                     "dp_shard": ep // tp if etp else ep,
                 }
-                specs.append(alone(self.request, replace(self._alone, **degree), micro))
+                specs.append(alone(self.request, Layout(**self._alone, **degree), micro))
             self._parts[on] = specs, which
         return self._parts[on]
 
@@ -304,30 +304,28 @@ class Tables:
         return self._asked[what]
 
     @cached_property
-    def _alone(self) -> Layout:
+    def _alone(self) -> dict[str, Any]:
         """The fixed fields of the layout of one device, without those of pipeline or data ranks."""
         base = self.space.base
         kept = ["cp_inner", "cp_balance", "loss_chunk", "tiles", "tile", "prefetch", "bucket_mb"]
         kept += ["ep_node", "dispatch", "ep_overlap"]
-        return Layout(zero=1, **{name: getattr(base, name) for name in kept})
+        return {"zero": 1, **{name: getattr(base, name) for name in kept}}
 
     def _slopes(self) -> Floats:
-        request, found = self.request, []
-        base = self.space.base
+        request, base = self.request, self.space.base
         widths = wire_widths(base, request.framework, request.products, request.width, request.model)
 
-        def messages(layout: Layout, *, experts: bool) -> tuple[Floats, Floats]:
+        def messages(layout: Layout, *, experts: bool) -> Floats:
             """Returns seconds per parameter and those of an empty message, of dense parameters or of experts."""
-            among, (slopes, starts) = groups(layout, experts=experts), np.zeros((2, 3))
+            among, found = groups(layout, experts=experts), np.zeros((2, 3))
             ranks = among["shard"].ranks
             sizes = {name: width / ranks for name, width in widths.items()}
             coded, codes = base.quantise_gradients != "none", codes_of(layout.dp_shard, layout.dp_replicate)
             for message in state_messages(ranks, **sizes, near=near_of(layout, among), coded=coded):
                 slope, start = line(request.cluster, message.collective, among[message.among])
                 row = min(2, PURPOSES.index(message.purpose))  # replicas sum when gradients are reduced
-                slopes[row] += slope * message.size + codes[message.purpose]
-                starts[row] += start
-            return slopes, starts
+                found[:, row] += slope * message.size + codes[message.purpose], start
+            return found
 
         @cache
         def codes_of(shard: int, replicate: int) -> dict[str, float]:
@@ -335,20 +333,26 @@ class Tables:
             return conversion_seconds(request.cluster.accelerator, layout)
 
         @cache
-        def dense(layout: Layout) -> tuple[tuple[Floats, Floats], tuple[float, float, float]]:
+        def dense(*degrees: int) -> tuple[Floats, tuple[float, float, float]]:
             """Returns the messages of dense parameters, and of their gathers the seconds of an empty message and per
             byte, and the share of the bytes that a rank sends."""
+            layout = layout_of(*degrees)
             beside = group(layout, "shard" if layout.dp_shard > 1 else "summed")
             byte, started = line(request.cluster, "all_gather", beside)
             return messages(layout, experts=False), (started, byte, 1 - 1 / beside.ranks)
 
-        for tp, shard, replicate, ep in self.outer.tolist():
-            layout = Layout(tp=tp, dp_shard=shard, dp_replicate=replicate, hpz=base.hpz, sync=base.sync)
-            every, gathers = dense(layout)
-            experts = messages(replace(layout, ep=ep), experts=True) if ep > 1 else every
-            both = (column for pair in zip(every, experts, strict=True) for column in np.stack(pair, 1).flat)
-            found.append((*both, *gathers))
-        return np.array(found)
+        def layout_of(tp: int, shard: int, replicate: int, ep: int = 1) -> Layout:
+            return Layout(tp=tp, dp_shard=shard, dp_replicate=replicate, ep=ep, hpz=base.hpz, sync=base.sync)
+
+        degrees = self.outer.tolist()
+        every, gathers = zip(*(dense(*each[:3]) for each in degrees), strict=True)
+        experts = [
+            messages(layout_of(*each), experts=True) if each[3] > 1 else one
+            for each, one in zip(degrees, every, strict=True)
+        ]
+        # By purpose, dense parameters beside experts.
+        both = np.stack([np.array(every), np.array(experts)], -1).reshape(len(degrees), -1)
+        return np.hstack([both, np.array(gathers)])
 
 
 def _of_sequences(block: BlockKind) -> tuple[int, ...]:
