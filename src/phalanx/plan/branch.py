@@ -154,11 +154,14 @@ class Search:
         self.space: Space = space_of(request)
         self.bounds = Bounds(request, self.space)
         self.limit = request.limit
+        self._whole: Search | None = None
+        """The search that this one is a copy of, of all of the device."""
         self.pair_seconds, self.pair_bytes = self.bounds.pairs()
 
     def leaving(self, headroom: float | None) -> Search:
         """Returns the search for layouts that leave so much of the device."""
         other = copy(self)
+        other._whole = self._whole or self
         other.request = replace(self.request, headroom=headroom)
         other.limit = other.request.limit
         return other
@@ -230,7 +233,7 @@ class Search:
     @cached_property
     def leanest(self) -> Candidate | None:
         """The layout of the whole space that needs the least memory, among those that `least` examines."""
-        return self.least()
+        return self._whole.leanest if self._whole else self.least()
 
     def least(self, part: Portion | None = None) -> Candidate | None:
         """Returns the layout that needs the least memory, of the space or of a part of it, among those with the lowest

@@ -195,10 +195,7 @@ class Tables:
         return self._blocks[kind]
 
     def _half(self, kind: BlockKind, half: Half, on: tuple[int, ...]) -> Floats:
-        def ask(spec: StepSpec) -> list[Any]:
-            return [time.passes for time in half_times(spec, kind, half, RECOMPUTE)]
-
-        return self._figures((half, kind), on, ask)
+        return self._figures((half, kind), on, lambda spec: _half_passes(spec, kind, half))
 
     def kept(self, block: BlockKind) -> Floats:
         """Returns, by inner combination, the bytes that a block saves per micro-batch with full recomputation."""
@@ -353,6 +350,13 @@ class Tables:
         # By purpose, dense parameters beside experts.
         both = np.stack([np.array(every), np.array(experts)], -1).reshape(len(degrees), -1)
         return np.hstack([both, np.array(gathers)])
+
+
+@lru_cache(16_384)
+def _half_passes(spec: StepSpec, kind: BlockKind, half: Half) -> list[tuple[float, ...]]:
+    """Returns the passes of half a block, by recomputation. Where no layout fits, searches with parts of the state on
+    the host ask for the same again."""
+    return [time.passes for time in half_times(spec, kind, half, RECOMPUTE)]
 
 
 def _of_sequences(block: BlockKind) -> tuple[int, ...]:
