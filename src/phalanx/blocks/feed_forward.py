@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import lru_cache
 from math import comb
-from typing import Literal
+from typing import Any, Literal
 
 from phalanx.blocks.operator import INDEX, PLAIN, WIDE, MemoryBound, Message, Operator, Place, SavedTensor, Weight
 from phalanx.blocks.residual import enter, leave, linear_weights, needs_sum, saved_input
@@ -157,17 +157,13 @@ def experts(place: Place) -> Iterator[Operator]:
     inputs = saved_input(place, "feed_forward", "moe.experts.up", "moe.experts.gate")
     size *= arrived * inputs
     read = SavedTensor("experts.up", size, spread, cheap=size if place.ep == 1 else 0)
-    yield replace(
-        _in_mixture(up, moe.n_experts, folds=place.folds),
-        saved=(read,),
-        results=gate_result(place, moe.top_k * model.expert_ff_size),
-    )
+    results = gate_result(place, moe.top_k * model.expert_ff_size)
+    yield _in_mixture(up, moe.n_experts, folds=place.folds, saved=(read,), results=results)
     here = max(1, moe.n_experts // place.ep)
     each = (one._replace(forward=here * one.forward, backward=here * one.backward) for one in activation.memory_bound)
     yield replace(activation, memory_bound=tuple(each))
     hidden = hidden_saved(place, "experts", arrived * model.expert_ff_size)
-    down = _in_mixture(down, moe.n_experts, folds=place.folds)
-    yield replace(down, saved=(hidden,), results=down_result(place))
+    yield _in_mixture(down, moe.n_experts, folds=place.folds, saved=(hidden,), results=down_result(place))
     combined = (
         ()
         if place.profile.weights_inside or moe.scale_inputs
@@ -344,9 +340,11 @@ def _copies(place: Place, experts: Iterable[Operator]) -> Operator:
     return Operator("experts.copies", saved=(SavedTensor("experts.copies", size, "whole"),), messages=(message, back))
 
 
-def _in_mixture(operator: Operator, n_experts: int = 0, *, folds: bool = False) -> Operator:
-    """Names an MLP's weights as a mixture's, and stacks `n_experts` of each (0: no stack)."""
-    return replace(operator, weights=_stacked(operator.weights, n_experts, folds)) if operator.weights else operator
+def _in_mixture(operator: Operator, n_experts: int = 0, *, folds: bool = False, **changes: Any) -> Operator:
+    """Names an MLP's weights as a mixture's, stacks `n_experts` of each (0: no stack), and makes other changes."""
+    if not operator.weights:
+        return operator
+    return replace(operator, weights=_stacked(operator.weights, n_experts, folds), **changes)
 
 
 @lru_cache(1024)

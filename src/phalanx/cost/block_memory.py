@@ -71,7 +71,7 @@ def backward_moments(
     held = _held(place, [each for each, _ in operators], kind.recompute)
     whole = place.hidden * scale if place.token_share > 1 else 0.0
     branch = place.hidden * scale / place.token_share if model.norms_outputs or model.dropout else 0.0
-    live, found, last_half = -sum(each.kept for each in held), list[Moment](), ""
+    live, found, last_half, mine = -sum(each.kept for each in held), list[Moment](), "", held
     waiting = arriving = 0.0  # gradients that wait for others of the same tensor, and those that come to an operator
     arrived, adapted, both, rows, experts, waits = 0, 0, 0.0, 0.0, 0, 0
     for number, (operator, half) in enumerate(operators):
@@ -80,7 +80,7 @@ def backward_moments(
             if place.folds and kind.block.routed and half == "feed_forward":  # each rank's own rows
                 arriving = branch
             both = arriving if kind.block.routed and model.moe.n_shared and not place.folds else 0.0
-        mine = [each for each in held if each.last >= number]
+        mine = [each for each in mine if each.last >= number]
         here = live + waiting + sum([each.size if each.first <= number else each.kept for each in mine])
         trained = [each for each in operator.weights if not each.frozen]
         in_tiles = tiles > 1 and any(each.tiled and layers_of(each.name) in tiled for each in trained)

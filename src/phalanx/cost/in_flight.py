@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from functools import lru_cache
+from itertools import chain
 from operator import le, sub
 from typing import Any, NamedTuple
 
@@ -36,7 +37,7 @@ class FetchedAhead(NamedTuple):
 
     def is_part_of(self, other: FetchedAhead) -> bool:
         """Returns whether all of it is there in `other`, too, which is of the same passes."""
-        return self[:2] == other[:2] and self.firsts <= other.firsts and self.lasts <= other.lasts
+        return self.firsts <= other.firsts and self.lasts <= other.lasts
 
 
 class Flight(NamedTuple):
@@ -229,11 +230,12 @@ def _fetched_ahead(schedule: Schedule, rank: int) -> tuple[FetchedAhead, ...]:
 
 def _not_parts(found: set[FetchedAhead]) -> tuple[FetchedAhead, ...]:
     """Returns those that are no part of others."""
-    kept = list[FetchedAhead]()
+    kept = dict[tuple[bool, int], list[FetchedAhead]]()
     for one in sorted(found, key=lambda each: len(each.firsts) + len(each.lasts), reverse=True):
-        if not any(map(one.is_part_of, kept)):
-            kept.append(one)
-    return tuple(kept)
+        alike = kept.setdefault((one.backward, one.place), [])
+        if not any(map(one.is_part_of, alike)):
+            alike.append(one)
+    return tuple(chain(*kept.values()))
 
 
 def _front(counts: Iterable[tuple[float, ...]], slices: int) -> tuple[tuple[float, ...], ...]:

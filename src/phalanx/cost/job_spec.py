@@ -18,7 +18,7 @@ from phalanx.cost.block_memory import KeptBytes
 from phalanx.cost.frameworks import PHALANX, PHALANX_CPU
 from phalanx.cost.held import Content, LayerKind
 from phalanx.cost.kernels import peak_flops
-from phalanx.cost.rank_memory import RankParts, StepParts, step_memory
+from phalanx.cost.rank_memory import LossParts, StepParts, step_memory
 from phalanx.cost.rank_time import rank_time
 from phalanx.cost.spec import Framework, StepSpec, as_used_by
 from phalanx.cost.step_state import require_host
@@ -86,7 +86,7 @@ def with_loss_chunk(spec: StepSpec) -> StepSpec:
         return spec
     whole = _with(spec, 0)
     step = StepParts(whole)
-    parts = [RankParts(step, flight) for flight in step.flights]
+    parts = [LossParts(step, flight) for flight in step.flights]
     fits = spec.cluster.accelerator.memory_gib * 2**30 or float("inf")
     for memory, rank in zip(step_memory(whole), parts, strict=True):
         logits = rank.logits()[0] + rank.waiting_logits()

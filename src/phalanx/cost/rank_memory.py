@@ -75,17 +75,98 @@ class StepParts(StepSizes):
         return self.formulas.context(layout.pp, self.data_ranks, layout.tp, layout.cp, layout.ep)
 
 
-class RankParts:
-    """Memory of one rank of a pipeline, part by part."""
+class LossParts:
+    """Memory of the loss on one rank of a pipeline."""
 
-    def __init__(self, step: StepParts, flight: Flight):
+    def __init__(self, step: StepSizes, flight: Flight):
         self.step, self.flight = step, flight
         self.model, self.layout = step.spec.model, step.spec.layout
         self.memory_profile, self.width, self.formulas = step.memory_profile, step.spec.width, step.formulas
+        self.first, self.last = 0 in flight.held, flight.stages - 1 in flight.held
+
+    @property
+    def logits_of(self) -> int:
+        """Tokens that have logits at once in a loss in chunks; 0 without chunks."""
+        return self.layout.logits_of(int(self.step.pass_tokens))
+
+    def logits(self, *, least: bool = False, arriving: float = 0.0, bucket: float = 0.0) -> tuple[float, float]:
+        """Returns the bytes of the logits at the peak of the loss, or of what the final norm's backward pass adds if
+        that is more, and of the inputs of head and final norm. `least`: without the gradient of the head, as in the
+        layouts that count it elsewhere; `arriving`: what else is there once the loss is computed; `bucket`: what is
+        counted beside them and comes with the head's gradient (late_bucket)."""
+        if not self.last:
+            return 0, 0
+        step, layout = self.step, self.layout
+        tiles = head_tiles(self.model, layout)
+        rows = -(-table(self.model, layout.tp) // self.model.d_model // tiles)
+        tokens = min(self.logits_of or step.pass_tokens, step.pass_tokens)
+        wide, narrow = TILE_LOSS_TENSORS if tiles > 1 else self._loss_tensors()
+        # What is in fp32 anyway needs no second form.
+        each = wide * max(4, self.width) + (narrow * self.width if self.width < 4 or not wide else 0)
+        each += self._capped()
+        read = step.head_reads + (step.stream if layout.sp and layout.tp > 1 else 0)
+        if tiles > 1:  # gradients of what this tile read and of what the others did, and of the tile
+            read += 2 * step.stream + rows * self.model.d_model * self.width
+        elif self.logits_of:  # of chunks before this one: gradients of what they read, and of the head
+            read += step.stream + (0 if least else self.head_gradient())
+        most = tokens * rows * each
+        if self.memory_profile.saves_slopes and not self.logits_of and tiles == 1 and not self.flight.deferring:
+            slopes = tokens * rows * self.width + (0 if least else self.head_gradient())
+            most = max(most, slopes + step.stream + arriving)
+        given = step.stream + (0 if least else self.head_gradient()) if bucket and not self.logits_of else 0
+        return max(most - bucket, given, step.final_norm - step.head_reads + arriving), read
+
+    def waiting_logits(self, *, later: bool = False, further: int | None = None) -> float:
+        """Returns the bytes of what the loss saves (the gradient of the logits, log-probabilities in fp32, or logits)
+        and of what the head read, of micro-batches in flight other than the one that the moment is about, and of that
+        one's `further` losses before its last one, by default those of model.mtp. `later`: when all stages have
+        gradients of an earlier one."""
+        others = (self.flight.later_losses if later else self.flight.losses) - 1 / self.step.slices
+        step, layout, modules = self.step, self.layout, self.model.mtp
+        further = modules if further is None else further
+        others = max(0.0, others) * step.slices
+        early = others * modules + further
+        if not self.last or not others + early:
+            return 0
+        chunked = self.logits_of or head_tiles(self.model, layout) > 1
+        rows = 0 if chunked else table(self.model, layout.tp) // self.model.d_model
+        each = self.width
+        if not self.memory_profile.saves_slopes:
+            each = (max(4, self.width) if self._loss_tensors()[0] else self.width) + self._capped()
+        saved = step.pass_tokens * rows * each
+        # Losses in chunks have computed a gradient of the head, one for each factor.
+        head = self.head_gradient() if further and chunked else 0
+        return others * (saved + step.head_reads) + early * (saved + step.stream) + head
+
+    def _loss_tensors(self) -> tuple[int, int]:
+        """Returns the tensors as large as the logits at the peak of the loss: in fp32, and in the width of the
+        computation."""
+        profile, tp = self.memory_profile, self.layout.tp
+        wide, narrow = profile.split_loss_tensors if tp > 1 else profile.loss_tensors
+        return (wide * tp, narrow * tp) if profile.whole_logits else (wide, narrow)
+
+    def _capped(self) -> int:
+        """Returns the bytes per logit of a soft cap's result, which needs room where the logits are not in fp32 twice
+        anyway."""
+        beside = self.width >= 4 if self.memory_profile.saves_slopes else True
+        return self.width if self.model.logit_softcap and beside else 0
+
+    def head_gradient(self) -> int:
+        """Returns the bytes of the gradient of the head's part here. ZeRO-3's is in `whole`."""
+        counted = self.model.freezes or gathers_parameters(self.layout)
+        return 0 if counted else table(self.model, self.layout.tp) * self.width
+
+
+class RankParts(LossParts):
+    """Memory of one rank of a pipeline, part by part."""
+
+    step: StepParts  # pyrefly: ignore[bad-override-mutable-attribute] -- never set again
+
+    def __init__(self, step: StepParts, flight: Flight):
+        super().__init__(step, flight)
         self.blocks = [step.kinds_of(stage) for stage in flight.held]
         self.runs = [self._runs(held, stage) for held, stage in zip(self.blocks, flight.held, strict=True)]
         self.present = {run.block for held in self.runs for run in held}
-        self.first, self.last = 0 in flight.held, flight.stages - 1 in flight.held
         receives = any(stage and stage - 1 not in flight.held for stage in flight.held)
         self.sends = [stage < flight.stages - 1 and stage + 1 not in flight.held for stage in flight.held]
         self.between = (receives + any(self.sends)) * step.under_way
@@ -251,17 +332,23 @@ class RankParts:
         inside, fetched, _ = max(found, key=sum)
         return inside + self.step.beside_gradient - self.step.gathered, self.step.gathered + self.between + fetched
 
+    @property
+    def sends_buckets(self) -> bool:
+        """Whether its stages send buckets of ZeRO-1 or 2, or any that leave for the host."""
+        layout = self.layout
+        shares = layout.zero in (1, 2) and layout.shard_ranks > 1
+        if self.formulas.offloads:  # they leave in turn, in a pipeline it is not known when
+            shares = layout.pp == 1 and self.step.data_ranks > 1 and not gathers_parameters(layout)
+        return shares and self.formulas.profile.keeps_buckets and any(trained for _, trained, _ in self.shards)
+
     def sending(self, *, stays: bool) -> Iterator[MomentBytes]:
         """Yields the bytes of gradients, activations, logits and communication at the fullest moment of the backward
         pass in which each stage sends the buckets of ZeRO-1 or 2, or any that leave for the host, and at its end.
         `stays`: sums of earlier micro-batches are there while the most are in flight."""
-        layout, step, buckets = self.layout, self.step, self.formulas.profile.keeps_buckets
-        total, m = sum(trained for _, trained, _ in self.shards), step.spec.batch.accumulation
-        shares = layout.zero in (1, 2) and layout.shard_ranks > 1
-        if self.formulas.offloads:  # they leave in turn, in a pipeline it is not known when
-            shares = layout.pp == 1 and step.data_ranks > 1 and not gathers_parameters(layout)
-        if not shares or not buckets or not total:
+        if not self.sends_buckets:
             return
+        layout, step, m = self.layout, self.step, self.step.spec.batch.accumulation
+        total = sum(trained for _, trained, _ in self.shards)
         embedding = 0 if self.model.freezes or not self.first else outside(self.model, layout.tp, True, False)
         arrived = total - embedding - sum(run.many * run.block.trained for held in self.runs for run in held)
         sends = {
@@ -375,73 +462,6 @@ class RankParts:
             each += numbers * self.formulas.per_parameter(layout.zero, ranks, self.step.data_ranks)[1]
         return each
 
-    @property
-    def logits_of(self) -> int:
-        """Tokens that have logits at once in a loss in chunks; 0 without chunks."""
-        return self.layout.logits_of(int(self.step.pass_tokens))
-
-    def logits(self, *, least: bool = False, arriving: float = 0.0, bucket: float = 0.0) -> tuple[float, float]:
-        """Returns the bytes of the logits at the peak of the loss, or of what the final norm's backward pass adds if
-        that is more, and of the inputs of head and final norm. `least`: without the gradient of the head, as in the
-        layouts that count it elsewhere; `arriving`: what else is there once the loss is computed; `bucket`: what is
-        counted beside them and comes with the head's gradient (late_bucket)."""
-        if not self.last:
-            return 0, 0
-        step, layout = self.step, self.layout
-        tiles = head_tiles(self.model, layout)
-        rows = -(-table(self.model, layout.tp) // self.model.d_model // tiles)
-        tokens = min(self.logits_of or step.pass_tokens, step.pass_tokens)
-        wide, narrow = TILE_LOSS_TENSORS if tiles > 1 else self._loss_tensors()
-        # What is in fp32 anyway needs no second form.
-        each = wide * max(4, self.width) + (narrow * self.width if self.width < 4 or not wide else 0)
-        each += self._capped()
-        read = step.head_reads + (step.stream if layout.sp and layout.tp > 1 else 0)
-        if tiles > 1:  # gradients of what this tile read and of what the others did, and of the tile
-            read += 2 * step.stream + rows * self.model.d_model * self.width
-        elif self.logits_of:  # of chunks before this one: gradients of what they read, and of the head
-            read += step.stream + (0 if least else self.head_gradient())
-        most = tokens * rows * each
-        if self.memory_profile.saves_slopes and not self.logits_of and tiles == 1 and not self.flight.deferring:
-            slopes = tokens * rows * self.width + (0 if least else self.head_gradient())
-            most = max(most, slopes + step.stream + arriving)
-        given = step.stream + (0 if least else self.head_gradient()) if bucket and not self.logits_of else 0
-        return max(most - bucket, given, step.final_norm - step.head_reads + arriving), read
-
-    def waiting_logits(self, *, later: bool = False, further: int | None = None) -> float:
-        """Returns the bytes of what the loss saves (the gradient of the logits, log-probabilities in fp32, or logits)
-        and of what the head read, of micro-batches in flight other than the one that the moment is about, and of that
-        one's `further` losses before its last one, by default those of model.mtp. `later`: when all stages have
-        gradients of an earlier one."""
-        others = (self.flight.later_losses if later else self.flight.losses) - 1 / self.step.slices
-        step, layout, modules = self.step, self.layout, self.model.mtp
-        further = modules if further is None else further
-        others = max(0.0, others) * step.slices
-        early = others * modules + further
-        if not self.last or not others + early:
-            return 0
-        chunked = self.logits_of or head_tiles(self.model, layout) > 1
-        rows = 0 if chunked else table(self.model, layout.tp) // self.model.d_model
-        each = self.width
-        if not self.memory_profile.saves_slopes:
-            each = (max(4, self.width) if self._loss_tensors()[0] else self.width) + self._capped()
-        saved = step.pass_tokens * rows * each
-        # Losses in chunks have computed a gradient of the head, one for each factor.
-        head = self.head_gradient() if further and chunked else 0
-        return others * (saved + step.head_reads) + early * (saved + step.stream) + head
-
-    def _loss_tensors(self) -> tuple[int, int]:
-        """Returns the tensors as large as the logits at the peak of the loss: in fp32, and in the width of the
-        computation."""
-        profile, tp = self.memory_profile, self.layout.tp
-        wide, narrow = profile.split_loss_tensors if tp > 1 else profile.loss_tensors
-        return (wide * tp, narrow * tp) if profile.whole_logits else (wide, narrow)
-
-    def _capped(self) -> int:
-        """Returns the bytes per logit of a soft cap's result, which needs room where the logits are not in fp32 twice
-        anyway."""
-        beside = self.width >= 4 if self.memory_profile.saves_slopes else True
-        return self.width if self.model.logit_softcap and beside else 0
-
     def whole(self) -> tuple[float, float]:
         """Returns the bytes of buckets, dummies, the second copy of the parameters and what ZeRO-3 has whole outside of
         blocks; and those of its gradient of the head, which the backward pass begins with."""
@@ -457,11 +477,6 @@ class RankParts:
         head's gradient; its formula is known for losses that save the gradient of the logits."""
         at_once = not self.logits_of and head_tiles(self.model, self.layout) == 1
         return at_once and self.memory_profile.saves_slopes and not self.flight.deferring
-
-    def head_gradient(self) -> int:
-        """Returns the bytes of the gradient of the head's part here. ZeRO-3's is in `whole`."""
-        counted = self.model.freezes or gathers_parameters(self.layout)
-        return 0 if counted else table(self.model, self.layout.tp) * self.width
 
 
 Moment = Literal["loss", "forward", "backward", "optimizer", "generation"]
@@ -604,16 +619,17 @@ class StepMoments:
 
     def _of_passes(self) -> Iterator[MomentBytes]:
         """Yields the first backward pass while the most are in flight, the loss, and those that send gradients."""
-        rank, sending = self.rank, [*self.rank.sending(stays=self.stays)]
-        again, moving = rank.backward(self.stays or self.state.unsent > 0 or bool(sending), unsent=self.unsent)
+        rank = self.rank
+        gradients = self.stays or self.state.unsent > 0
+        again, moving = rank.backward(gradients or rank.sends_buckets, unsent=self.unsent)
         # Losses in chunks that wait for their backward pass have one gradient of the head.
         summed = rank.head_gradient() if rank.last and rank.logits_of and rank.flight.losses > 1 else 0
         waiting = rank.waiting_logits(further=0) + summed
         yield MomentBytes("backward", self.early, self.kept + again, waiting, moving + self.whole)
         yield self._loss()
-        yield from sending
+        yield from rank.sending(stays=self.stays)
         if rank.last and rank.model.mtp:  # before that of the main loss, whose logits are there
-            again, moving = rank.backward(self.stays or self.state.unsent > 0, unsent=self.unsent, modules=True)
+            again, moving = rank.backward(gradients, unsent=self.unsent, modules=True)
             waiting = rank.waiting_logits() + summed
             yield MomentBytes("backward", self.early, self.kept + again, waiting, moving + self.whole)
 

@@ -17,7 +17,7 @@ from phalanx.cost.communication import NO_MESSAGES, MessageSeconds, collectives,
 from phalanx.cost.exposed import added, block_state, pass_seconds
 from phalanx.cost.held import Content, ParameterCounts, block_parameters, parameter_counts, table
 from phalanx.cost.kernels import HOST_BACKWARD, Seconds, operator_seconds
-from phalanx.cost.spec import Graphs, StepSpec
+from phalanx.cost.spec import Framework, Graphs, StepSpec
 from phalanx.cost.step_state import exposed_swaps, fetch_seconds, interference, state_seconds, summing_seconds
 from phalanx.partition.derived import Mode, gathers_parameters, splits_backward, uniform_recompute
 from phalanx.partition.tensor_slices import head_tiles, is_tiled
@@ -316,22 +316,24 @@ def _half_time(
     ring, regather = messages.get("attention", NO_MESSAGES), messages.get("weight_gradients", NO_MESSAGES)
     again = _recomputed(spec, mode, seconds)
     visible = 1 - framework.tp_hidden
-    # A ring's messages slow down the attention that they overlap: a CPU moves bytes and computes with the same cores;
-    # an accelerator loses the cores and the memory bandwidth that messages use.
-    share = 1.0 if spec.cluster.accelerator.host_us else ring.occupancy
-    slowed = (framework.interference - 1) * share
+    around = around_back = 0.0
+    if ring is not NO_MESSAGES:
+        # A ring's messages slow down the attention that they overlap: a CPU moves bytes and computes with the same
+        # cores; an accelerator loses the cores and the memory bandwidth that messages use.
+        share = 1.0 if spec.cluster.accelerator.host_us else ring.occupancy
+        slowed = (framework.interference - 1) * share
+        around = added(ring.forward, seconds.attention, slowed)
+        around_back = added(ring.backward, 2 * seconds.attention, slowed)
+        around_back += added(ring.again, seconds.attention, slowed)
     forward = {
         "tp": tp.forward * visible,
-        "cp": cp.forward + added(ring.forward, seconds.attention, slowed),
+        "cp": cp.forward + around,
         "ep": ep.forward,
     }
     backward = {
         # Inputs are gathered again during the computation of weight gradients.
         "tp": (tp.backward + tp.again) * visible + max(0.0, regather.backward - seconds.weights),
-        "cp": cp.backward
-        + cp.again
-        + added(ring.backward, 2 * seconds.attention, slowed)
-        + added(ring.again, seconds.attention, slowed),
+        "cp": cp.backward + cp.again + around_back,
         "ep": ep.backward + ep.again,
     }
     forward = {axis: spent + handling[axis] for axis, spent in forward.items()}
@@ -473,7 +475,7 @@ def around_time(spec: StepSpec, content: Content) -> RankTime:
     """Returns the time of embedding, head and loss with their communication. A loss in chunks of tokens computes all
     gradients in the forward pass (parallel/vocabulary.py)."""
     time, here, vocab = RankTime(), place(spec), spec.model.vocab_size
-    of_loss = replace(spec.framework, passes=spec.framework.loss_passes or spec.framework.passes)
+    of_loss = _of_loss(spec.framework)
     parts: list[tuple[Operator, ...]] = []
     if content.embedding:
         parts.append((embedding(here, vocab), *([layer_projection(here)] if spec.model.layer_embedding else [])))
@@ -507,6 +509,12 @@ def around_time(spec: StepSpec, content: Content) -> RankTime:
         )
         time += one.settled(ahead=not spec.framework.reads_sizes).scaled(chunks)
     return time
+
+
+@lru_cache(64)
+def _of_loss(framework: Framework) -> Framework:
+    """Returns a framework as its loss moves logits."""
+    return replace(framework, passes=framework.loss_passes or framework.passes)
 
 
 def _of_whole_logits(spec: StepSpec, operator: Operator) -> Operator:

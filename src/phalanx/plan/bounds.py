@@ -43,7 +43,7 @@ from phalanx.cost.state_formulas import StateBytes, overfull
 from phalanx.cost.step_state import clip_bytes, summing_seconds, update_seconds
 from phalanx.partition.derived import is_offloaded, slices_of, splits_backward
 from phalanx.plan.space import RECOMPUTE, STATES, PlanRequest, Rows, Scheduled, Space
-from phalanx.plan.tables import EP, Floats, Pipelines, RankContents, Tables, line
+from phalanx.plan.tables import EP, Floats, Pipelines, RankContents, Tables, line, present
 from phalanx.schedule import catalogue
 from phalanx.schedule.catalogue import SCHEDULES, chunks_of
 
@@ -383,7 +383,7 @@ class StepSeconds:
             known[:] = entry.idle_is_exact(self.pp, self.m)
         if exactly is None or known.all():
             return found
-        pairs = np.unique(exactly)
+        pairs = present(exactly)
         pairs = pairs[~known[pairs]]
         for pair, m, shares in zip(pairs, self.m[pairs].tolist(), self._on_grid(step, pairs), strict=True):
             found[pair] = min(_idle(self._layout, m, *each) for each in shares)
@@ -444,7 +444,7 @@ class Bounds:
         self.context = self.formulas.context(self.pp, self.data_ranks, *axes)
         self.hop, self.link, self.near, self.far, self.together = self._hops()
         self._known: dict[Hashable, Floats] = {}
-        self._schedules = [np.unique(options[:, 0]).tolist() for options in space.options]
+        self._schedules = [present(options[:, 0]).tolist() for options in space.options]
         """By the number of a pair's options, its schedules."""
 
     def pairs(self) -> tuple[Floats, Floats]:
@@ -473,7 +473,7 @@ class Bounds:
             some = pairs[members]
             m, inner = self.space.accumulation[some], self.tables.inner_of[some]
             forward, least = self._forward[:, inner], np.full(len(some), inf)
-            options, timed = np.unique(self.space.option_of[some]).tolist(), list[int]()
+            options, timed = present(self.space.option_of[some]).tolist(), list[int]()
             for scheduled in sorted({scheduled for number in options for scheduled in self._schedules[number]}):
                 if scheduled not in schedules:
                     continue
@@ -511,7 +511,7 @@ class Bounds:
         time = np.empty(len(rows))
         for members, group, states, places in self._groups(rows):
             of_time, found = StepSeconds(group), np.empty((len(STATES), len(group.inner)))
-            for state in np.flatnonzero(np.bincount(states)).tolist():
+            for state in present(states).tolist():
                 found[state] = of_time.seconds(state, places[states == state] if runs else None)
             sending = self._sending(rows.pair[members], group.pp, int(rows.scheduled[members[0]]))
             time[members] = np.maximum(found[states, places], sending) * (1 - ROUNDING)
@@ -524,7 +524,7 @@ class Bounds:
             if group.pp == 1 or group.scheduled[0] not in SCHEDULES:
                 continue
             of_time = StepSeconds(group)
-            for state in np.flatnonzero(np.bincount(states)).tolist():
+            for state in present(states).tolist():
                 here = states == state
                 for number, each in zip(members[here], of_time.windows(state, places[here]), strict=True):
                     found[number] = each
@@ -536,7 +536,7 @@ class Bounds:
         memory = np.empty(len(rows))
         for members, group, states, places in self._groups(rows):
             of_bytes, found = StepBytes(group, runs), np.empty((len(STATES), len(group.inner)))
-            for state in np.flatnonzero(np.bincount(states)).tolist():
+            for state in present(states).tolist():
                 found[state] = of_bytes.bytes(state)
             beside = np.max(overfull(self.request.cluster, *self.formulas.beside(group.shards)), 0) * (1 - ROUNDING)
             here = found[states, places] * (1 - ROUNDING) + self.context[rows.pair[members]]

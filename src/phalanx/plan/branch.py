@@ -28,6 +28,7 @@ from phalanx.plan.bounds import Bounds, SlowPipeline
 from phalanx.plan.plan import Candidate
 from phalanx.plan.simplicity import EQUAL, LONG_SEQUENCE, Simplicity, TieBand, ranked, simplicity
 from phalanx.plan.space import RECOMPUTE, STATES, MeshDegrees, PlanRequest, Rows, Space, joined, space_of
+from phalanx.plan.tables import present
 from phalanx.schedule.catalogue import SCHEDULES
 from phalanx.simulate.step import step_seconds
 
@@ -153,11 +154,14 @@ class Search:
         self.space: Space = space_of(request)
         self.bounds = Bounds(request, self.space)
         self.limit = request.limit
+        self._whole: Search | None = None
+        """The search that this one is a copy of, of all of the device."""
         self.pair_seconds, self.pair_bytes = self.bounds.pairs()
 
     def leaving(self, headroom: float | None) -> Search:
         """Returns the search for layouts that leave so much of the device."""
         other = copy(self)
+        other._whole = self._whole or self
         other.request = replace(self.request, headroom=headroom)
         other.limit = other.request.limit
         return other
@@ -229,7 +233,7 @@ class Search:
     @cached_property
     def leanest(self) -> Candidate | None:
         """The layout of the whole space that needs the least memory, among those that `least` examines."""
-        return self.least()
+        return self._whole.leanest if self._whole else self.least()
 
     def least(self, part: Portion | None = None) -> Candidate | None:
         """Returns the layout that needs the least memory, of the space or of a part of it, among those with the lowest
@@ -265,7 +269,7 @@ class Search:
         """Predicts good layouts of every pp degree, whose times prune the others, in the order of the bounds of their
         schedule and recomputation. The very fastest seldom fit."""
         pp = self.bounds.pp[order]
-        pairs = np.concatenate([order[pp == ranks][:SEED_PAIRS] for ranks in np.unique(pp)] or [order])
+        pairs = np.concatenate([order[pp == ranks][:SEED_PAIRS] for ranks in present(pp)] or [order])
         seeding = {name for name, entry in SCHEDULES.items() if entry.seeds}
         few = [number for number, one in enumerate(self.space.schedules) if one.schedule in seeding]
         every, uncounted = few or range(len(self.space.schedules)), replace(found, rejected=Counter())

@@ -32,8 +32,9 @@ from phalanx.cost.held import (
     gathered_outside,
     parameter_counts,
 )
+from phalanx.cost.in_flight import flights
 from phalanx.cost.job_spec import stages
-from phalanx.cost.rank_memory import RankParts, StepParts
+from phalanx.cost.rank_memory import LossParts
 from phalanx.cost.rank_time import around_time, half_times
 from phalanx.cost.spec import StepSpec
 from phalanx.cost.state_formulas import Shards
@@ -157,7 +158,7 @@ class Tables:
         model = request.model
         self.whole = RankContents(every_block(model), True, True, least=model.n_layers)
         simplest = alone(request, Layout(offload=space.base.offload, offload_to=space.base.offload_to), 1)
-        self.formulas, self.optimizer = StepParts(simplest).formulas, costs_of(simplest)
+        self.formulas, self.optimizer = StepSizes(simplest).formulas, costs_of(simplest)
         self.slopes = self._slopes()
         """By outer combination: seconds per parameter, gathered, gathered again and reduced, each dense and of experts,
         and those of an empty message, in the same order; for gathers that overlap products, seconds of an empty message
@@ -194,10 +195,7 @@ class Tables:
         return self._blocks[kind]
 
     def _half(self, kind: BlockKind, half: Half, on: tuple[int, ...]) -> Floats:
-        def ask(spec: StepSpec) -> list[Any]:
-            return [time.passes for time in half_times(spec, kind, half, RECOMPUTE)]
-
-        return self._figures((half, kind), on, ask)
+        return self._figures((half, kind), on, lambda spec: _half_passes(spec, kind, half))
 
     def kept(self, block: BlockKind) -> Floats:
         """Returns, by inner combination, the bytes that a block saves per micro-batch with full recomputation."""
@@ -213,7 +211,7 @@ class Tables:
         if block not in self._activations:
             self._activations[block] = np.empty((len(RECOMPUTE), len(which), 4)), np.zeros(len(which), bool)
         found, known = self._activations[block]
-        for number in np.unique(which[inner[~known[inner]]]).tolist():
+        for number in present(which[inner[~known[inner]]]).tolist():
             step, alike = StepSizes(specs[number]), np.flatnonzero(which == number)
             sizes = [BlockBytes(step, LayerKind(block, mode)) for mode in RECOMPUTE]
             each = np.array([(one.kept, sum(one.backward), step.under_way, one.deferred) for one in sizes])
@@ -225,8 +223,7 @@ class Tables:
         """Returns, for inner combinations, the bytes of the logits and of the head's input."""
 
         def ask(spec: StepSpec) -> float:
-            step = StepParts(spec)
-            return sum(RankParts(step, step.flights[0]).logits(least=True))
+            return sum(LossParts(StepSizes(spec), flights(spec.layout, 1)[0]).logits(least=True))
 
         return self._figures(("loss", ""), (TP, SP, CP, MICRO), ask)[inner]
 
@@ -291,7 +288,7 @@ class Tables:
                     "etp": etp,
                     "dp_shard": ep // tp if etp else ep,
                 }
-                specs.append(alone(self.request, replace(self._alone, **degree), micro))
+                specs.append(alone(self.request, Layout(**self._alone, **degree), micro))
             self._parts[on] = specs, which
         return self._parts[on]
 
@@ -304,32 +301,28 @@ class Tables:
         return self._asked[what]
 
     @cached_property
-    def _alone(self) -> Layout:
+    def _alone(self) -> dict[str, Any]:
         """The fixed fields of the layout of one device, without those of pipeline or data ranks."""
         base = self.space.base
         kept = ["cp_inner", "cp_balance", "loss_chunk", "tiles", "tile", "prefetch", "bucket_mb"]
         kept += ["ep_node", "dispatch", "ep_overlap"]
-        return Layout(zero=1, **{name: getattr(base, name) for name in kept})
+        return {"zero": 1, **{name: getattr(base, name) for name in kept}}
 
     def _slopes(self) -> Floats:
-        request, found = self.request, []
-        base = self.space.base
+        request, base = self.request, self.space.base
         widths = wire_widths(base, request.framework, request.products, request.width, request.model)
 
-        @cache
-        def messages(tp: int, shard: int, replicate: int, ep: int = 1, *, experts: bool) -> tuple[Floats, Floats]:
+        def messages(layout: Layout, *, experts: bool) -> Floats:
             """Returns seconds per parameter and those of an empty message, of dense parameters or of experts."""
-            layout = Layout(tp=tp, dp_shard=shard, dp_replicate=replicate, ep=ep, hpz=base.hpz, sync=base.sync)
-            among, (slopes, starts) = groups(layout, experts=experts), np.zeros((2, 3))
+            among, found = groups(layout, experts=experts), np.zeros((2, 3))
             ranks = among["shard"].ranks
             sizes = {name: width / ranks for name, width in widths.items()}
-            coded, codes = base.quantise_gradients != "none", codes_of(shard, replicate)
+            coded, codes = base.quantise_gradients != "none", codes_of(layout.dp_shard, layout.dp_replicate)
             for message in state_messages(ranks, **sizes, near=near_of(layout, among), coded=coded):
                 slope, start = line(request.cluster, message.collective, among[message.among])
                 row = min(2, PURPOSES.index(message.purpose))  # replicas sum when gradients are reduced
-                slopes[row] += slope * message.size + codes[message.purpose]
-                starts[row] += start
-            return slopes, starts
+                found[:, row] += slope * message.size + codes[message.purpose], start
+            return found
 
         @cache
         def codes_of(shard: int, replicate: int) -> dict[str, float]:
@@ -337,18 +330,33 @@ class Tables:
             return conversion_seconds(request.cluster.accelerator, layout)
 
         @cache
-        def gathers(tp: int, shard: int, replicate: int) -> tuple[float, float, float]:
-            """Returns seconds of an empty message and per byte, and the share of the bytes that a rank sends."""
-            layout = Layout(tp=tp, dp_shard=shard, dp_replicate=replicate, sync=base.sync)
-            beside = group(layout, "shard" if shard > 1 else "summed")
+        def dense(*degrees: int) -> tuple[Floats, tuple[float, float, float]]:
+            """Returns the messages of dense parameters, and of their gathers the seconds of an empty message and per
+            byte, and the share of the bytes that a rank sends."""
+            layout = layout_of(*degrees)
+            beside = group(layout, "shard" if layout.dp_shard > 1 else "summed")
             byte, started = line(request.cluster, "all_gather", beside)
-            return started, byte, 1 - 1 / beside.ranks
+            return messages(layout, experts=False), (started, byte, 1 - 1 / beside.ranks)
 
-        for each in self.outer.tolist():
-            dense, experts = messages(*each[:3], experts=False), messages(*each, experts=True)
-            both = (column for pair in zip(dense, experts, strict=True) for column in np.stack(pair, 1).flat)
-            found.append((*both, *gathers(*each[:3])))
-        return np.array(found)
+        def layout_of(tp: int, shard: int, replicate: int, ep: int = 1) -> Layout:
+            return Layout(tp=tp, dp_shard=shard, dp_replicate=replicate, ep=ep, hpz=base.hpz, sync=base.sync)
+
+        degrees = self.outer.tolist()
+        every, gathers = zip(*(dense(*each[:3]) for each in degrees), strict=True)
+        experts = [
+            messages(layout_of(*each), experts=True) if each[3] > 1 else one
+            for each, one in zip(degrees, every, strict=True)
+        ]
+        # By purpose, dense parameters beside experts.
+        both = np.stack([np.array(every), np.array(experts)], -1).reshape(len(degrees), -1)
+        return np.hstack([both, np.array(gathers)])
+
+
+@lru_cache(16_384)
+def _half_passes(spec: StepSpec, kind: BlockKind, half: Half) -> list[tuple[float, ...]]:
+    """Returns the passes of half a block, by recomputation. Where no layout fits, searches with parts of the state on
+    the host ask for the same again."""
+    return [time.passes for time in half_times(spec, kind, half, RECOMPUTE)]
 
 
 def _of_sequences(block: BlockKind) -> tuple[int, ...]:
@@ -401,6 +409,11 @@ def distinct(*columns: NDArray[Any]) -> tuple[NDArray[np.int64], NDArray[np.intp
         combined = combined * (int(column.max(initial=0)) + 1) + column
     _, first, which = np.unique(combined, return_index=True, return_inverse=True)
     return np.stack([column[first] for column in columns], 1).astype(np.int64), which
+
+
+def present(numbers: NDArray[Any]) -> NDArray[np.intp]:
+    """Returns the small numbers that occur among some, in order."""
+    return np.flatnonzero(np.bincount(numbers))
 
 
 def alone(request: PlanRequest, layout: Layout, micro: int) -> StepSpec:
