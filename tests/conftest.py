@@ -65,6 +65,11 @@ def pytest_collection_finish() -> None:
     warm.use_one_thread()
 
 
+def pytest_runtest_teardown() -> None:
+    """Sets one thread per operation again: what trains in this process set as many as the machine has cores."""
+    warm.use_one_thread()
+
+
 @pytest.fixture(scope="session")
 def pool() -> Iterator[Pool]:
     """Eight warm processes that `ranks` calls: see phalanx.launch.pool."""

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import lru_cache
+from typing import Any
 
 from phalanx.blocks.kinds import HALVES, TABLES, attention_models, chosen_kinds
 from phalanx.blocks.operator import Half
+from phalanx.config.added import once
 from phalanx.config.fields import get, leaves
 from phalanx.config.job import Job
 from phalanx.config.layout import AXES
@@ -26,15 +29,49 @@ BOUNDS: dict[str, tuple[int, str]] = {
 
 def size_problems(job: Job) -> Iterator[Problem]:
     """Yields each number that is too large or too small by itself, and a product of axes that is too large."""
-    for path, (most, reason) in BOUNDS.items():
-        if not isinstance(value := get(job, path), str) and value > most:
-            yield path, f"must be at most {most:,}, is {value:,}: {reason}"
-    for path in (path for path, kind in leaves().items() if kind is float):
-        if 0 < abs(value := get(job, path)) < SMALLEST:
-            yield path, f"must be 0 or at least {SMALLEST:g}, is {value:g}"
+    for section in _sections():
+        if not _is_within(section, value := getattr(job, section)):
+            yield from _beyond(section, value)
     if (world := job.layout.world) > MOST_DEVICES >= max(getattr(job.layout, axis) for axis in AXES):
         product = " × ".join(f"{axis} {getattr(job.layout, axis)}" for axis in AXES)
         yield "layout", f"{product} = {world:,} devices, at most {MOST_DEVICES:,}"
+
+
+@once
+def _sections() -> dict[str, tuple[list[tuple[str, int, str]], list[str]]]:
+    """Returns the names of each section's bounded numbers with their bounds and reasons, and those of its fractions."""
+    found: dict[str, tuple[list[tuple[str, int, str]], list[str]]] = {}
+    for path, kind in leaves().items():
+        section, _, name = path.partition(".")
+        if path in BOUNDS:
+            found.setdefault(section, ([], []))[0].append((name, *BOUNDS[path]))
+        if kind is float:
+            found.setdefault(section, ([], []))[1].append(name)
+    return found
+
+
+def _is_within(section: str, values: Any) -> bool:
+    """Returns whether no number of a section is too large or too small. Most sections of a job are those of the last,
+    which are not looked through again; one that a program gave a list, which has no hash, is."""
+    try:
+        return _was_within(section, values)
+    except TypeError:
+        return False
+
+
+@lru_cache(1 << 10)
+def _was_within(section: str, values: Any) -> bool:
+    return not any(_beyond(section, values))
+
+
+def _beyond(section: str, values: Any) -> Iterator[Problem]:
+    bounded, fractions = _sections()[section]
+    for name, most, reason in bounded:
+        if not isinstance(value := get(values, name), str) and value > most:
+            yield f"{section}.{name}", f"must be at most {most:,}, is {value:,}: {reason}"
+    for name in fractions:
+        if 0 < abs(value := get(values, name)) < SMALLEST:
+            yield f"{section}.{name}", f"must be 0 or at least {SMALLEST:g}, is {value:g}"
 
 
 def model_problems(model: ModelConfig) -> Iterator[tuple[str, str]]:

@@ -220,7 +220,6 @@ def serve(stacks: str, descriptor: str) -> None:
     """Serves calls in a rank process until the caller is gone."""
     die_with_parent(int(os.environ.pop(LAUNCHER_PID)))
     connection = Connection(int(descriptor))
-    torch.set_num_threads(1)
     if not Path(stacks).exists():
         return  # the caller was interrupted while this process started, and has cleaned up
     with open(stacks, "w", encoding="utf-8") as file, suppress(EOFError):
@@ -244,6 +243,7 @@ def serve(stacks: str, descriptor: str) -> None:
 def _answer(ranks: Ranks, device_type: str, store: str, timeout_s: float, call: bytes) -> _Answer:
     launched = NodePart().variables(ranks.world, 0, 0)[ranks.rank]  # for code that reads them
     os.environ.update(launched, OMP_NUM_THREADS="1", **{STORE: store})
+    torch.set_num_threads(1)  # the call before may have set more
     torch.manual_seed(0)
     torch.set_default_dtype(torch.float32)
     try:
