@@ -32,7 +32,7 @@ INNER_FLOORS = {
 MOST_LINES = {
     "axes": 812,
     "blocks": 3533,
-    "check": 2257,
+    "check": 2250,
     "checkpoint": 4168,
     "cli": 7769,
     "comm": 2139,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import lru_cache
+from math import inf
 from typing import Any
 
 from phalanx.blocks.kinds import HALVES, TABLES, attention_models, chosen_kinds
@@ -29,49 +30,41 @@ BOUNDS: dict[str, tuple[int, str]] = {
 
 def size_problems(job: Job) -> Iterator[Problem]:
     """Yields each number that is too large or too small by itself, and a product of axes that is too large."""
-    for section in _sections():
-        if not _is_within(section, value := getattr(job, section)):
-            yield from _beyond(section, value)
+    for section in _numbers():
+        values = getattr(job, section)
+        try:
+            yield from _beyond(section, values)
+        except TypeError:  # a program gave it a list, which has no hash
+            yield from _beyond.__wrapped__(section, values)
     if (world := job.layout.world) > MOST_DEVICES >= max(getattr(job.layout, axis) for axis in AXES):
         product = " × ".join(f"{axis} {getattr(job.layout, axis)}" for axis in AXES)
         yield "layout", f"{product} = {world:,} devices, at most {MOST_DEVICES:,}"
 
 
 @once
-def _sections() -> dict[str, tuple[list[tuple[str, int, str]], list[str]]]:
-    """Returns the names of each section's bounded numbers with their bounds and reasons, and those of its fractions."""
-    found: dict[str, tuple[list[tuple[str, int, str]], list[str]]] = {}
+def _numbers() -> dict[str, list[tuple[str, float, str]]]:
+    """Returns the names of each section's numbers that are bounded, or fractions, with bounds and reasons."""
+    found: dict[str, list[tuple[str, float, str]]] = {}
     for path, kind in leaves().items():
-        section, _, name = path.partition(".")
-        if path in BOUNDS:
-            found.setdefault(section, ([], []))[0].append((name, *BOUNDS[path]))
-        if kind is float:
-            found.setdefault(section, ([], []))[1].append(name)
+        if path in BOUNDS or kind is float:
+            section, _, name = path.partition(".")
+            most, reason = BOUNDS.get(path, (inf, ""))
+            found.setdefault(section, []).append((name, most, reason))
     return found
 
 
-def _is_within(section: str, values: Any) -> bool:
-    """Returns whether no number of a section is too large or too small. Most sections of a job are those of the last,
-    which are not looked through again; one that a program gave a list, which has no hash, is."""
-    try:
-        return _was_within(section, values)
-    except TypeError:
-        return False
-
-
 @lru_cache(1 << 10)
-def _was_within(section: str, values: Any) -> bool:
-    return not any(_beyond(section, values))
-
-
-def _beyond(section: str, values: Any) -> Iterator[Problem]:
-    bounded, fractions = _sections()[section]
-    for name, most, reason in bounded:
-        if not isinstance(value := get(values, name), str) and value > most:
-            yield f"{section}.{name}", f"must be at most {most:,}, is {value:,}: {reason}"
-    for name in fractions:
-        if 0 < abs(value := get(values, name)) < SMALLEST:
-            yield f"{section}.{name}", f"must be 0 or at least {SMALLEST:g}, is {value:g}"
+def _beyond(section: str, values: Any) -> list[Problem]:
+    """Returns the problems of a section's numbers. Most sections of a job are those of the last."""
+    found = list[Problem]()
+    for name, most, reason in _numbers()[section]:
+        if isinstance(value := get(values, name), str):
+            continue
+        if value > most:
+            found.append((f"{section}.{name}", f"must be at most {most:,}, is {value:,}: {reason}"))
+        if 0 < abs(value) < SMALLEST:
+            found.append((f"{section}.{name}", f"must be 0 or at least {SMALLEST:g}, is {value:g}"))
+    return found
 
 
 def model_problems(model: ModelConfig) -> Iterator[tuple[str, str]]:
