@@ -49,6 +49,9 @@ FOLLOWED = {"PYTHONSAFEPATH", "PYTHONPATH", "PYTHONDONTWRITEBYTECODE", "PYTHONUN
 """Those of them that a fork can follow."""
 PHALANX = str(Path(sys.executable).with_name("phalanx"))
 FLAGS = ("-P", "-u")
+SIDE = 256
+"""The rows of a matrix with which tests and forks measure the peak of a CPU where no job or file states it: products of
+the rows that a fresh process takes are half a second in float64."""
 STREAMS = range(3)
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER, PR_GET_CHILD_SUBREAPER = 1, 36, 37  # linux/prctl.h
 ADOPTION_S = 10.0
@@ -233,6 +236,10 @@ def use_one_thread() -> None:
         sys.modules["torch"].set_num_threads(1)
 
 
+def measure_briefly() -> None:
+    importlib.import_module("phalanx.train.device").SIDE = SIDE
+
+
 def _ask(channel: socket.socket, pid: int) -> None:
     global _server  # noqa: PLW0603
     _server = Server(channel, pid)
@@ -372,6 +379,7 @@ def _main() -> None:
     subprocess.Popen = Popen  # for torchrun, which takes the name when it is imported
     for module in (*PRELOAD, *modules()):
         importlib.import_module(module)
+    measure_briefly()
     fields.constraints()
     _read_fields(Job)
     assert not registry._loading.begun, "a module that is imported looks for packages that extend Phalanx"
