@@ -9,6 +9,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -63,6 +64,8 @@ def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()
     warm.use_one_thread()
+    if "phalanx.train.device" in sys.modules:
+        warm.measure_briefly()
 
 
 def pytest_runtest_teardown() -> None:
@@ -75,8 +78,9 @@ def pool() -> Iterator[Pool]:
     """Eight warm processes that `ranks` calls: see phalanx.launch.pool."""
     from phalanx.launch.pool import Pool
 
-    preload = ["pytest", "hypothesis", *warm.PRELOAD, *warm.modules()]
+    preload = ["pytest", "hypothesis", *warm.PRELOAD, *warm.modules(), "warm:measure_briefly"]
     with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(Path(warm.__file__).parent))
         patch.setenv("PHALANX_COLD", "1")  # what ranks start is theirs, and not a fork of a test's server
         made = Pool(8, preload)
     with made:

@@ -31,6 +31,7 @@ import types
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from itertools import dropwhile, takewhile
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -47,6 +48,10 @@ READ_AT_LOAD = ("PYTHON", "LC_", "LANG", "LD_", "TORCH_LOGS", "TORCH_DISTRIBUTED
 FOLLOWED = {"PYTHONSAFEPATH", "PYTHONPATH", "PYTHONDONTWRITEBYTECODE", "PYTHONUNBUFFERED"}
 """Those of them that a fork can follow."""
 PHALANX = str(Path(sys.executable).with_name("phalanx"))
+FLAGS = ("-P", "-u")
+SIDE = 256
+"""The rows of a matrix with which tests and forks measure the peak of a CPU where no job or file states it: products of
+the rows that a fresh process takes are half a second in float64."""
 STREAMS = range(3)
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER, PR_GET_CHILD_SUBREAPER = 1, 36, 37  # linux/prctl.h
 ADOPTION_S = 10.0
@@ -80,10 +85,18 @@ def as_file(folder: Path, program: str) -> list[str]:
 
 class Start(NamedTuple):
     words: list[str]
-    """The interpreter's arguments: -m MODULE ... or FILE ..., perhaps after -P."""
+    """The interpreter's arguments: -m MODULE ... or FILE ..., perhaps after -P, and -u as torchrun gives it."""
     environment: dict[str, str]
     setsid: bool
     parent: int
+
+    @property
+    def flags(self) -> list[str]:
+        return [*takewhile(FLAGS.__contains__, self.words)]
+
+    @property
+    def program(self) -> list[str]:
+        return self.words[len(self.flags) :]
 
 
 class Server:
@@ -146,8 +159,8 @@ def _words(argv: Any, environment: Mapping[str, str]) -> list[str] | None:
         words = ["-P", "-m", "phalanx", *words]
     elif program != sys.executable:
         return None
-    first = words[words[:1] == ["-P"] :][:1]
-    is_like = first == ["-m"] or any(word.endswith(".py") for word in first)
+    first = next(dropwhile(FLAGS.__contains__, words), "")
+    is_like = first == "-m" or first.endswith(".py")
     return words if is_like and _read_at_load(environment) == _loaded_with else None
 
 
@@ -223,6 +236,10 @@ def use_one_thread() -> None:
         sys.modules["torch"].set_num_threads(1)
 
 
+def measure_briefly() -> None:
+    importlib.import_module("phalanx.train.device").SIDE = SIDE
+
+
 def _ask(channel: socket.socket, pid: int) -> None:
     global _server  # noqa: PLW0603
     _server = Server(channel, pid)
@@ -272,7 +289,7 @@ def _become(start: Start, descriptors: Sequence[int]) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         old, is_line = getattr(sys, name), number == STREAMS[-1] or os.isatty(number)
-        at_once = number > 0 and bool(start.environment.get("PYTHONUNBUFFERED"))
+        at_once = number > 0 and ("-u" in start.flags or bool(start.environment.get("PYTHONUNBUFFERED")))
         raw = open(number, "wb" if number else "rb", 0 if at_once else -1, closefd=False)  # noqa: SIM115
         stream = io.TextIOWrapper(raw, old.encoding, old.errors, None, number > 0 and is_line, at_once)
         stream.mode = "w" if number else "r"  # type: ignore[attr-defined]
@@ -286,8 +303,8 @@ def _become(start: Start, descriptors: Sequence[int]) -> None:
 
 def _run(start: Start) -> None:
     """Runs the module or file in this process."""
-    safe = start.words[0] == "-P" or bool(start.environment.get("PYTHONSAFEPATH"))
-    first, *rest = start.words[start.words[0] == "-P" :]
+    safe = "-P" in start.flags or bool(start.environment.get("PYTHONSAFEPATH"))
+    first, *rest = start.program
     sys.path[:0] = filter(None, start.environment.get("PYTHONPATH", "").split(os.pathsep))
     if first == "-m":
         sys.path[:0] = [] if safe else [os.getcwd()]
@@ -359,8 +376,10 @@ def _main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     channel = socket.socket(fileno=os.dup(0))
     _loaded_with.update(_read_at_load(os.environ))
+    subprocess.Popen = Popen  # for torchrun, which takes the name when it is imported
     for module in (*PRELOAD, *modules()):
         importlib.import_module(module)
+    measure_briefly()
     fields.constraints()
     _read_fields(Job)
     assert not registry._loading.begun, "a module that is imported looks for packages that extend Phalanx"
@@ -369,7 +388,7 @@ def _main() -> None:
         each.atexit = False  # at its end torch would forget its operators one by one: a third of a small fork's seconds
     gc.freeze()  # exempts the imports from garbage collection, which would copy their pages in every fork
     start = _serve(channel)
-    words = " ".join(start.words[start.words[0] == "-P" :][1:])
+    words = " ".join(start.program[1:])
     if "PHALANX_COLD" not in start.environment and not words.startswith(WITHOUT):
         start = _with_own_server(start)
     try:

@@ -56,9 +56,14 @@ def few(monkeypatch):
 
 
 def test_help_and_mistakes_need_no_torch():
-    for words, code in ((["--help"], 0), (["comm", "--nproc-per-nod", "2"], 2)):
+    words_of_links = WITHOUT_TORCH.replace(', "numpy"', "")  # the names of collectives stand beside the fit
+    for program, words, code in (
+        (WITHOUT_TORCH, ["--help"], 0),
+        (words_of_links, ["comm", "--collectives", "all_recude"], 2),
+        (WITHOUT_TORCH, ["comm", "--nproc-per-nod", "2"], 2),
+    ):
         done = subprocess.run(
-            [sys.executable, "-c", WITHOUT_TORCH, "bench", *words], capture_output=True, text=True, check=False
+            [sys.executable, "-c", program, "bench", *words], capture_output=True, text=True, check=False
         )
         assert done.returncode == code, done.stderr
     assert "did you mean --nproc-per-node?" in done.stderr

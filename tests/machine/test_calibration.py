@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from covering import WHOLE
+from phalanx.cli.machine import fields_of
 from phalanx.config import clusters
 from phalanx.config.cluster import Accelerator, Cluster, Link, Sharing
 from phalanx.cost import communication as link
@@ -17,7 +18,7 @@ from phalanx.data.files import silent
 from phalanx.errors import JobError
 from phalanx.machine import calibration as compute
 from phalanx.machine import clock
-from phalanx.machine.calibration import Measured, Shape, fields_of, of_comm, of_compute, of_device, write
+from phalanx.machine.calibration import Measured, Shape, of_comm, of_compute, of_device, write
 from phalanx.machine.clock import WINDOW
 from phalanx.machine.links import Fitted
 

@@ -476,7 +476,7 @@ def test_a_noisy_machine_s_peak_is_the_median_and_has_its_spread():
         for now in (0.0, 0.0, 0.0, MEASUREMENT_S * speed, MEASUREMENT_S * speed)
     )
     found = measured_peak(CPU, torch.float64, lambda: next(times))
-    flops = [2 * 1024**3 / (MEASUREMENT_S * speed) for speed in range(1, MEASUREMENTS + 1)]
+    flops = [2 * peak.SIDE**3 / (MEASUREMENT_S * speed) for speed in range(1, MEASUREMENTS + 1)]
     assert found.flops == pytest.approx(flops[2])
     assert found.spread == pytest.approx((flops[0] - flops[-1]) / flops[2])
     assert f"spread {found.spread:.1%}" in found.source

@@ -20,7 +20,7 @@ from phalanx.cli.files import DARK, OutputFiles, write
 from phalanx.cli.rank import run_on_ranks
 from phalanx.cli.verb import JSON, Command, Option, Verb, Words, flag_of, job_verb
 from phalanx.config.cluster import DEVICE_WORDS, DeviceName
-from phalanx.config.clusters import default_path
+from phalanx.config.clusters import default_path, local_fields
 from phalanx.echo import echo
 from phalanx.errors import JobError, RunError
 from phalanx.launch.ranks import SINGLE, Ranks, threads_for
@@ -277,8 +277,6 @@ def _bench_request(argv: Sequence[str], ranks: Ranks | None) -> _Request:
         raise JobError("--save and --no-save exclude each other")
     path = Path(options["out"]).expanduser() if options["out"] else default_path()
     request = _Request(words, None if "no_save" in words.switches else path, OutputFiles.of(words, "svg"))
-    from phalanx.machine.calibration import fields_of
-
     if request.path is not None:
         fields_of(request.path)
     if words.command == "comm":
@@ -290,6 +288,17 @@ def _bench_request(argv: Sequence[str], ranks: Ranks | None) -> _Request:
     if ranks is not None and options["nproc_per_node"] not in (0, ranks.local_world):
         raise JobError(f"--nproc-per-node is for one launcher, and {ranks.source} has started {ranks.world} processes")
     return request
+
+
+def fields_of(path: Path) -> dict[str, Any]:
+    """Returns the fields of the file by dotted path; none where there is no file. Raises JobError for a file that is
+    wrong, before anything is measured."""
+    if not path.exists():
+        return {}
+    try:
+        return local_fields(path)
+    except JobError as error:
+        raise JobError([*error.problems, f"correct or delete {path}, or write elsewhere: --out FILE"]) from None
 
 
 def _start_bench(argv: Sequence[str], request: _Request) -> int:
@@ -315,7 +324,7 @@ def _start_bench(argv: Sequence[str], request: _Request) -> int:
 
 
 def _bench_rank(request: _Request, ranks: Ranks, store: Store | None = None) -> int:
-    from phalanx.machine.calibration import comm_report, compute_report, fields_of
+    from phalanx.machine.calibration import comm_report, compute_report
     from phalanx.train.device import choose
 
     words, options, quick = request.words, request.words.options, "quick" in request.words.switches
@@ -359,7 +368,7 @@ def say_how_busy() -> None:
 
 def _show_bench(report: CalibrationReport, request: _Request) -> None:
     """Writes the files and prints the report; warns on standard error where predictions with it will be unreliable."""
-    from phalanx.machine.calibration import fields_of, of_device
+    from phalanx.machine.calibration import of_device
     from phalanx.machine.calibration import write as write_cluster
 
     words, path = request.words, request.path

@@ -33,7 +33,7 @@ from torch._C._distributed_c10d import Store  # torch.distributed.Store, to the 
 import phalanx
 from phalanx.blocks.operator import Collective
 from phalanx.comm.agree import Facts, on_every_rank, on_rank_zero
-from phalanx.config import calibration, clusters
+from phalanx.config import calibration
 from phalanx.config.calibration import (
     Assessment,
     Calibration,
@@ -455,17 +455,6 @@ def _kernels(device: torch.device, precision: fit.Precision, quick: bool) -> dic
 HEADER = "# This machine as `phalanx bench` measured it: the cluster that `cluster=local` means."
 MEASURED = ("accelerator.", "host.", "intra.", "inter.", "sharing.", "calibration.", "devices_per_node")
 """Prefixes of the fields that belong to the device they were measured on."""
-
-
-def fields_of(path: Path) -> dict[str, Any]:
-    """Returns the fields of the file by dotted path; none where there is no file. Raises JobError for a file that is
-    wrong, before anything is measured."""
-    if not path.exists():
-        return {}
-    try:
-        return clusters.local_fields(path)
-    except JobError as error:
-        raise JobError([*error.problems, f"correct or delete {path}, or write elsewhere: --out FILE"]) from None
 
 
 def of_device(known: Mapping[str, Any], device: str, name: str = "") -> dict[str, Any]:

@@ -99,9 +99,9 @@ def peak_memory(device: torch.device) -> int:
 
 PEAK_FIELDS = {torch.float32: "fp32_tflops", torch.bfloat16: "bf16_tflops", torch.float16: "fp16_tflops"}
 """The Accelerator field with the peak of each data type."""
-MEASUREMENTS, MEASUREMENT_S = 5, 0.02
-"""Number of peak measurements if none is stored, and the least seconds of each: an eighth of a second at the start of a
-run, in which a product of 1,024 × 1,024 runs once per measurement at 0.1 TFLOP/s, three times at 0.25."""
+MEASUREMENTS, MEASUREMENT_S, SIDE = 5, 0.02, 1024
+"""Number of peak measurements if none is stored, their least seconds, and the rows of a matrix, in 16 bits a fourth: an
+eighth of a second at the start of a run, in which a product runs once per measurement at 0.1 TFLOP/s."""
 
 
 @dataclass(frozen=True)
@@ -181,7 +181,7 @@ def measured_peak(device: torch.device, dtype: torch.dtype, now: Callable[[], fl
         multiply, library = (lambda a, _: linear(a, a)), ", oneDNN"
     else:
         multiply, library = (lambda a, out: torch.mm(a, a, out=out)), ""
-    n = 256 if dtype in (torch.bfloat16, torch.float16) else 1024
+    n = SIDE // 4 if dtype in (torch.bfloat16, torch.float16) else SIDE
     a = torch.ones(n, n, dtype=dtype, device=device)
     out = multiply(a, torch.empty_like(a))  # the first product takes longer
     found = []
