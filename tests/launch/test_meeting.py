@@ -20,13 +20,13 @@ from hypothesis import strategies as st
 
 from phalanx.errors import DataError, JobError, PhalanxError, RunError
 from phalanx.launch import meeting as meetings
+from phalanx.launch.lifeline import hydra_port
 from phalanx.launch.meeting import (
     Board,
     Meeting,
     Offer,
     Problem,
     Verdict,
-    hydra_port,
     listening_socket,
     message_of,
     name_of,
@@ -248,7 +248,7 @@ def test_own_addresses_begin_with_what_the_user_names() -> None:
 
 # No variable of MPICH names a launch: the command line of the proxy above its ranks does.
 
-ASKS = "from phalanx.launch.meeting import hydra_port; print(hydra_port())"
+ASKS = "from phalanx.launch.lifeline import hydra_port; print(hydra_port())"
 
 
 @pytest.mark.parametrize(

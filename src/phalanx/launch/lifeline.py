@@ -70,6 +70,18 @@ def process_state(pid: int) -> ProcessState | None:
     return ProcessState(fields[0], "" if wchan == "0" else wchan, int(fields[19]), int(fields[1]))
 
 
+def hydra_port() -> str:
+    """Returns where the mpiexec of MPICH listens for the proxies that start its ranks, as the proxy above this process
+    was told; empty if there is none. No variable of MPICH names a launch."""
+    process = process_state(os.getpid())
+    while process is not None and process.parent > 1:
+        with suppress(OSError, ValueError, IndexError):
+            words = Path(f"/proc/{process.parent}/cmdline").read_bytes().decode(errors="replace").split("\0")
+            return words[words.index("--control-port") + 1]
+        process = process_state(process.parent)
+    return ""
+
+
 def boot_id() -> str:
     """Returns what tells this boot of this machine from all others."""
     return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()

@@ -36,7 +36,7 @@ from phalanx.config.values import read_as
 from phalanx.data.files import write_atomic
 from phalanx.errors import JobError, PhalanxError, RunError, StoppedError
 from phalanx.launch.hosts import address_towards, interface_towards, interfaces
-from phalanx.launch.lifeline import boot_id, is_mine, process_state
+from phalanx.launch.lifeline import boot_id, hydra_port, is_mine
 from phalanx.launch.ranks import STORE, GroupError, Ranks, ToldError, rendezvous_address, seen_by_rank_0, without_rank_0
 from phalanx.launch.verdict import LostPeerError, describe
 from phalanx.launch.watchdog import heartbeat
@@ -182,18 +182,6 @@ def name_of(ranks: Ranks, env: Mapping[str, str]) -> str | None:
         return " ".join([ranks.source, *(f"{name}={env.get(name, '')}" for name in (*needed, *added))])
     known = (env.get("PALS_APID") or hydra_port()) if ranks.source == "mpich" else ""
     return f"mpich {known}" if known else None
-
-
-def hydra_port() -> str:
-    """Returns where the mpiexec of MPICH listens for the proxies that start its ranks, as the proxy above this process
-    was told; empty if there is none. No variable of MPICH names a launch."""
-    process = process_state(os.getpid())
-    while process is not None and process.parent > 1:
-        with suppress(OSError, ValueError, IndexError):
-            words = Path(f"/proc/{process.parent}/cmdline").read_bytes().decode(errors="replace").split("\0")
-            return words[words.index("--control-port") + 1]
-        process = process_state(process.parent)
-    return ""
 
 
 def board_of(ranks: Ranks, env: Mapping[str, str]) -> Board:
