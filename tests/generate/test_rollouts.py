@@ -181,7 +181,7 @@ def test_generation_that_differs_from_training_stops_the_run(ranks, alone):
 
 def test_the_reference_must_be_the_same_when_a_run_resumes(ranks, alone):
     for name in ("run", "broken"):
-        (Path(alone.run.dir) / name / "config.yaml").write_text("{}\n")  # which the command writes, not the ranks
+        (Path(alone.run.dir) / name / "config.yaml").write_text("run: {}\n")  # which the command writes, not the ranks
     tied = change(change(alone, "run", name="tied"), "model", from_=f"{alone.run.dir}/run")
     stop(ranks, tied, 1, "at step 2 of 4")
     [message] = ranks(failing, 1, change(tied, "model", from_=f"{alone.run.dir}/broken"))

@@ -336,7 +336,7 @@ def test_a_reward_model_learns_alike_in_any_layout_and_is_that_of_transformers(r
     preferences = change(preferences, "model", norm="rmsnorm", activation="swiglu", bias=False)
     ranks(train, 1, preferences)
     start = str(Path(preferences.run.dir) / preferences.run.name)
-    Path(start, "config.yaml").write_text("{}\n")
+    Path(start, "config.yaml").write_text("run: {}\n")
     job = change(change(preferences, "model", reward=True, tied=False, from_=start), "run", name="reward")
     job = change(job, "train", steps=2)
     assert not problems_of(job)
@@ -627,7 +627,7 @@ def test_adapters_begin_beside_weights_from_outside_and_are_merged_or_taken_over
     source = Path(job.run.dir) / "adapted"
     model = replace(LLAMA, from_=str(tmp_path / "theirs"), lora=ADAPTERS)
     ranks(train, 2, replace(adapted, model=model, layout=SHARDED))
-    (source / "config.yaml").write_text("{}\n")  # which the command writes, not the ranks
+    (source / "config.yaml").write_text("run: {}\n")  # which the command writes, not the ranks
     tuned = weights(adapted)
     for name, tensor in tuned.items():
         if "/" not in name and ".lora_" not in name:
@@ -672,7 +672,7 @@ def test_an_indexer_begins_beside_dense_weights_and_is_trained_alone_then_with_a
     ranks(train, 1, job)
     for name in ("dense", "warm"):  # which the command writes, not the ranks
         (tmp_path / "runs" / name).mkdir(exist_ok=True)
-        (tmp_path / "runs" / name / "config.yaml").write_text("{}\n")
+        (tmp_path / "runs" / name / "config.yaml").write_text("run: {}\n")
     index = SparseAttention(top_k=16, index_heads=3, index_head_dim=4, dense_warmup=True)
     warm = replace(model, sparse=index, from_=str(tmp_path / "runs" / "dense"))
     warming = change(replace(job, model=warm), "run", name="warm")
