@@ -37,7 +37,7 @@ MOST_LINES = {
     "cli": 7778,
     "comm": 2139,
     "config": 6745,
-    "cost": 7747,
+    "cost": 7763,
     "data": 7020,
     "dryrun": 2711,
     "evaluate": 690,

@@ -39,8 +39,10 @@ class FsdpMemory:
         self.starts = [*accumulate(map(len, self.blocks), initial=0)]
         """The number of blocks of the rank before those of each stage, and of all."""
         blocks = [run.block for held in runs for run in held]
-        # Experts that no other rank has are not gathered.
-        self.deals_out = self.shards[1][2] > 1 or is_offloaded(self.layout, "parameters")
+        # Experts that no other rank has are not gathered. On the host they are fetched, and stay with reshard=false;
+        # else those of one rank alone are there while they compute.
+        alone = self.layout.ep > 1 and self.layout.edp * self.layout.dp_replicate == 1 and self.layout.reshard
+        self.deals_out = self.shards[1][2] > 1 or (is_offloaded(self.layout, "parameters") and not alone)
         fetches = gathers_parameters(self.layout) and not self.memory_profile.gathers_matrices
         self.parts_experts = self.layout.ep > 1 and bool(self.deals_out)
         """Whether ZeRO-3 gathers and sends a block's experts on their own."""
@@ -242,17 +244,31 @@ class FsdpMemory:
         experts = self._experts_alone(block) * self.sum_width
         found, kept = found - experts, kept - experts
         leaves = self.formulas.resident or not self.memory_profile.keeps_gathered
-        if self.formulas.offloads and self.layout.pp == 1 and leaves and self.layout.shard_ranks > 1:
-            found += held.trained / self.layout.shard_ranks * self.formulas.gradient  # which leaves with the next one
+        leaves = leaves and self.formulas.offloads and self.layout.pp == 1 and self.layout.shard_ranks > 1
+        if leaves and not self.stay_in_sums:
+            own = self.formulas.gradient / self.layout.shard_ranks
+            if not waits:  # what was sent before has left by then, experts' and a block's alike
+                copy = self._experts_alone(block) * self.width
+                return found - copy + (held.trained - self._experts_alone(block)) * own, copy
+            found += held.trained * own  # leaves with the next one
         if unsent and not self.deals_out:  # experts' are divided on their own, into a copy
             found += block.parameters.trained_experts * self.formulas.gradient
         return found, found - kept
 
+    @property
+    def stay_in_sums(self) -> bool:
+        """Whether gradients that leave for the host stay in the sums over replicas, too."""
+        return self.layout.dp_replicate > 1 and is_offloaded(self.layout, "parameters")
+
     def summed_over_replicas(self, block: BlockBytes) -> float:
-        """Returns the bytes of a block's shards in which FSDP2 sums over replicas, if they are wider than gradients.
-        They stay until the backward pass ends (torch's AllReduceState)."""
+        """Returns the bytes of a block's shards in which FSDP2 sums over replicas, if they are wider than gradients, or
+        those leave. They stay until the backward pass ends (torch's AllReduceState)."""
         layout, sizes = self.layout, self.formulas
-        if not self.units or layout.dp_replicate == 1 or sizes.unbuffered == sizes.gradient:
+        if not self.units or layout.dp_replicate == 1:
+            return 0.0
+        if sizes.unbuffered == sizes.gradient and not self.stay_in_sums:
             return 0.0
         trained = block.parameters.trained_dense, block.parameters.trained_experts
-        return sum(n / ranks for n, (*_, ranks) in zip(trained, self.shards, strict=True)) * sizes.gradient
+        least = 2 if self.stay_in_sums else 1  # ranks that share them
+        shares = [n / ranks for n, (*_, ranks) in zip(trained, self.shards, strict=True) if ranks >= least]
+        return sum(shares) * sizes.gradient
