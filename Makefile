@@ -46,7 +46,7 @@ verify: setup ## compare every layout with one process: ARGS='--max-ranks 4'
 # A test's timeout interrupts Python, but no call that waits inside a library: a minute later the process shows its stack
 # and ends.
 test: setup ## run the tests: ARGS='-k checkpoint'
-	$(BIN)/python -m pytest $(or $(ARGS),--beside 2 -o faulthandler_timeout=300 -o faulthandler_exit_on_timeout=true)
+	$(BIN)/python -m pytest $(or $(ARGS),--beside 3 -o faulthandler_timeout=300 -o faulthandler_exit_on_timeout=true)
 
 cold: setup ## run the tests without forks of a warm process (tests/warm.py): every process starts afresh
 	PHALANX_COLD=1 $(BIN)/python -m pytest $(ARGS)
