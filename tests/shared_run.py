@@ -1,5 +1,5 @@
-"""One run of all tests by several processes: `pytest --beside 3` has three more, forks of the one that has collected all
-tests, which take the files from the back, until they meet.
+"""One run of all tests by several processes: `pytest --beside 3` has three more, forks of the one that has collected
+all tests, which take the files from the back, until they meet.
 
 A file belongs to the process that makes its mark in a folder. Tests that measure time or send signals come first: the
 processes that come from the back, at a low priority, disturb them least and reach them last. Tests wait for processes,

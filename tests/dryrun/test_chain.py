@@ -269,6 +269,8 @@ MORE_WIDE = [
     Layout(dp_shard=4, pp=2, zero=3, micro_batch=1, schedule="zb_h1"),
     Layout(dp_shard=4, ep=4, zero=3, offload="all"),
     Layout(dp_replicate=2, dp_shard=2, zero=3, offload="all"),
+    Layout(dp_shard=2, pp=2, zero=3, micro_batch=1, offload="all"),
+    Layout(dp_shard=4, pp=2, zero=3, micro_batch=1, accumulate="sharded", schedule="zb_h1"),
     Layout(dp_shard=4, zero=1, micro_batch=1, recompute="full"),
     Layout(dp_shard=4, zero=2),
 ]
@@ -279,7 +281,8 @@ WIDE_CELLS = [
     *((*each, "cuda") for each in WIDE),
     ("llama", Layout(dp_shard=4, pp=2, zero=3, micro_batch=1, accumulate="sharded"), "cpu"),
     ("experts", Layout(dp_shard=4, ep=2, zero=3, offload="all"), "cpu"),
-    ("gpt", Layout(dp_replicate=2, dp_shard=2, zero=3, offload="all"), "cuda"),
+    ("experts", Layout(dp_shard=4, pp=2, zero=3, micro_batch=1, accumulate="sharded", schedule="zb_h1"), "cuda"),
+    ("adapters", Layout(dp_replicate=2, dp_shard=2, pp=2, zero=3, micro_batch=1, offload="all"), "cuda"),
     *also_whole(
         *(
             cell

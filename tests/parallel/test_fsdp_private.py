@@ -71,6 +71,11 @@ def sharded() -> tuple[FSDPModule, nn.Linear]:
     return layer, layer
 
 
+def keeps_what_it_sent(module: FSDPModule) -> bool:
+    context = module._get_fsdp_state()._comm_ctx
+    return any(getattr(context, name, None) for name in ("reduce_scatter_states", "reduce_scatter_state"))
+
+
 def gradient_of_the_first_half(ranks: Ranks) -> dict[str, Any]:
     """Gradients that autograd does not bring: taken in, completed with zeros, and reduced on request."""
     module, layer = sharded()
@@ -91,10 +96,14 @@ def gradient_of_the_first_half(ranks: Ranks) -> dict[str, Any]:
     module.set_requires_gradient_sync(True)
     module.set_is_last_backward(True)
     fsdp_private.reduce_gradients(module)
+    keeps_sent = keeps_what_it_sent(module)
+    fsdp_private.release_sent(module)
+    released = keeps_what_it_sent(module)
     fsdp_private.finish_backward(module)
     module.reshard()
     found = {name: p.grad for name, p in layer.named_parameters()}
     return {
+        "keeps sent": (keeps_sent, released),
         "whole": (whole_before, whole_after_forward, fsdp_private.is_whole(module)),
         "gradients": {name: g.to_local().tolist() for name, g in found.items() if isinstance(g, DTensor)},
     }
@@ -103,6 +112,7 @@ def gradient_of_the_first_half(ranks: Ranks) -> dict[str, Any]:
 def test_gradients_that_autograd_does_not_bring_are_reduced_on_request(ranks, version):
     del version
     for result in ranks(gradient_of_the_first_half, 2):
+        assert result["keeps sent"] == (True, False)
         assert result["whole"] == (False, True, False)
         assert result["gradients"] == {"weight": [[3.0] * 4] * 2, "bias": [0.0, 0.0]}, "1 + 2, and zeros"
 

@@ -73,6 +73,9 @@ class FsdpMemory:
         self.waiting = tuple(waiting) if self.units and self.ahead and not self.gathers_once else ()
         self.lingers = bool(self.units) and self.memory_profile.keeps_gathered and self.layout.shard_ranks > 1
         """Whether FSDP2 has what it gathered last in a forward pass until it has copied what comes next."""
+        goes_up = self.lingers and self.ahead > 0 and is_offloaded(self.layout, "parameters")
+        self.going_up = goes_up / self.layout.shard_ranks
+        """Share of a block that is copied to the device beside the buffer in which it is gathered."""
         trained = self.ends.block if self.units and not self.model.freezes else 0
         sent_last = self.formulas.sent_last(trained, step.spec.batch.accumulation, self.layout)
         self.sent_last, self.outside_waits = (sent_last, 0.0) if self.layout.pp == 1 else (0.0, sent_last)
@@ -132,6 +135,9 @@ class FsdpMemory:
         came = self._fetched(place, number, ahead - 1) if ahead else mine
         # Codes become numbers when the next block is asked for; without streams when this one is waited for.
         decoded = (fetched if self.memory_profile.keeps_gathered else came) + self.decoding
+        if self.going_up:
+            later = [self._sizes(other)[0] for other in blocks[number + ahead : number + ahead + 1]]
+            decoded = max(decoded, fetched + sum(later) * self.going_up)
         yield 0.0, max(mine + came, decoded) + max(0.0, passing - sent), 0.0
 
     def _sizes(self, block: BlockBytes) -> tuple[float, float, float]:
@@ -199,6 +205,8 @@ class FsdpMemory:
                     came = size * self.lingers + sum(whole[max(0, at - self.ahead) : at])
                     came += self._fetched_for_others(place, at, self.ahead, backward=False)
                     yield size + came + stay + self.decoding, kept + (0.0 if experts else run.block.forward)
+                    if self.going_up:
+                        yield size + came + stay + whole[max(0, at - self.ahead)] * self.going_up, kept
                 first, later = first + run.many, later - run.many * each
 
     def fetched_at_end(self) -> float:

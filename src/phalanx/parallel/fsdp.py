@@ -203,6 +203,8 @@ class ShardedReplica(Replica):
                 fsdp_private.fill_missing_gradients(module)
                 fsdp_private.reduce_gradients(module)
                 module.set_requires_gradient_sync(False)
+        if self.stages:
+            fsdp_private.release_sent(self.root)
 
     def collect(self) -> None:
         if self.stages:

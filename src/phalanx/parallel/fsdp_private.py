@@ -8,7 +8,7 @@ checks for every supported version that they are there and do what is said here.
 - the bytes that go up where shards are in host memory (`_to_unsharded`): on one rank there is no collective;
 - codes in place of numbers (parallel/compression.py): which shares a group sends, in which order;
 - a backward pass in halves: FSDP2 reduces gradients when autograd is through with a group, but those of deferred
-  weights come later, so this project adds them up and starts the reduction by itself.
+  weights come later, so this project adds them up, starts the reduction by itself, and lets go of what was sent.
 """
 
 from __future__ import annotations
@@ -66,6 +66,19 @@ def reduce_gradients(module: FSDPModule) -> None:
     """Starts reducing the gradients of `module`'s group over the data ranks, as the end of its backward pass would."""
     for group in _groups(module):
         group.post_backward()
+
+
+def release_sent(root: FSDPModule) -> None:
+    """Gives up the gradients that FSDP2 sent last and keeps until it sends others or autograd is through, once their
+    sums are there."""
+    context: Any = root._get_fsdp_state()._comm_ctx
+    if not hasattr(context, "reduce_scatter_states"):  # torch 2.11 keeps one at most
+        sent, context.reduce_scatter_state = [context.reduce_scatter_state], None
+    else:
+        sent, context.reduce_scatter_states = context.reduce_scatter_states, []
+    for state in filter(None, sent):
+        if state.event is not None:
+            torch.accelerator.current_stream().wait_event(state.event)
 
 
 def finish_backward(root: FSDPModule) -> None:
