@@ -39,7 +39,7 @@ MOST_LINES = {
     "config": 6745,
     "cost": 7771,
     "data": 7020,
-    "dryrun": 2711,
+    "dryrun": 2719,
     "evaluate": 690,
     "exchange": 2650,
     "foreign": 4471,
