@@ -6,6 +6,7 @@ import copy
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, fields, is_dataclass, replace
 from math import isclose
 from pathlib import Path
@@ -280,14 +281,15 @@ def _not_taken(source: ConfigReader) -> Iterator[str]:
         yield "auto_map: the folder's own code is not run; the model is that of its model_type"
 
 
-def write(model: ModelConfig, model_type: str = "") -> tuple[ConfigFamily, Fields]:
+def write(model: ModelConfig, model_type: str = "", *, first: str = "") -> tuple[ConfigFamily, Fields]:
     """Returns the family that says all of a model, and its config.json without types of numbers and tokens: that of
-    `model_type` if given, else the first.
+    `model_type` if given, else the first, of which that of model type `first` is tried before the others.
 
     Raises JobError if no family does: it names the fields that the nearest one cannot express."""
     nearest: tuple[bool, list[str], str] | None = None
     main, modules = model.main, f"mtp {model.mtp} would be 0: it has no names for modules for further tokens"
-    for family in (TRAINED[model_type],) if model_type else families.TRAINED_FAMILIES:
+    every = sorted(families.TRAINED_FAMILIES, key=lambda family: family.model_type != first)
+    for family in (TRAINED[model_type],) if model_type else every:
         values = {"architectures": [family.architecture], "model_type": family.model_type}
         values |= written(family.terms, main)
         if model.reward:
@@ -411,6 +413,13 @@ def _paths(value: Any, prefix: str = "") -> list[str]:
         path = f"{prefix}{field.name}"
         found += _paths(inner, f"{path}.") if is_dataclass(inner) else [path]
     return found
+
+
+def model_type_of(values: Mapping[str, Any]) -> str:
+    """Returns the model type of the language model that a config.json describes; nothing if none is read."""
+    with suppress(JobError):
+        return _family(values).model_type
+    return ""
 
 
 def _family(values: Mapping[str, Any]) -> ConfigFamily:
