@@ -36,7 +36,7 @@ MOST_LINES = {
     "checkpoint": 4168,
     "cli": 7778,
     "comm": 2139,
-    "config": 6754,
+    "config": 6756,
     "cost": 7771,
     "data": 7020,
     "dryrun": 2719,
