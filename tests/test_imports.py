@@ -42,7 +42,7 @@ MOST_LINES = {
     "dryrun": 2711,
     "evaluate": 690,
     "exchange": 2650,
-    "foreign": 4471,
+    "foreign": 4653,
     "generate": 1712,
     "graph": 2140,
     "launch": 8321,
