@@ -316,6 +316,12 @@ def test_a_script_that_does_more_than_is_read_says_so(tmp_path, before, more, na
     assert name in [each.name for each in script(tmp_path, more, text).unknown]
 
 
+@pytest.mark.parametrize("more", ["--fp8-format hybrid --fp4-format e2m1", "--train-iters 10 --train-samples 1280"])
+def test_what_megatron_refuses_together(tmp_path, more):
+    with pytest.raises(JobError, match="exclude each other"):
+        script(tmp_path, more)
+
+
 def test_arguments_before_the_first_option_are_not_lost(tmp_path):
     lost = script(tmp_path, text=GPT.replace("pretrain_gpt.py", "pretrain_gpt.py ${BASE/a/b}"))
     assert [each.name for each in lost.unknown] == ["arguments"]
