@@ -38,7 +38,7 @@ MOST_LINES = {
     "comm": 2139,
     "config": 6754,
     "cost": 7771,
-    "data": 7020,
+    "data": 7066,
     "dryrun": 2719,
     "evaluate": 690,
     "exchange": 2650,

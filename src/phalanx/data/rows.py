@@ -24,7 +24,7 @@ from phalanx.config.job import Data
 from phalanx.data.corpus import SAVED_FACTS, Scan, chosen_files, code_points, describe, in_order
 from phalanx.data.formats import ROW_SUFFIXES, missing, records, records_inside
 from phalanx.data.index import ANSWER, EncodedRows
-from phalanx.data.template import ANSWERS, ChatTemplate, Part, Renderer, find_template, replaced, texts_of
+from phalanx.data.template import ANSWERS, FOR_TOOLS, ChatTemplate, Part, Renderer, find_template, replaced, texts_of
 from phalanx.data.tokenizer import Tokenizer, require_in_vocabulary
 from phalanx.data.workers import Workers
 from phalanx.errors import DataError
@@ -133,6 +133,11 @@ def _rendered(row: Row, renderer: Renderer) -> RowText:
     if row.problem:
         raise ValueError(row.problem)
     template = renderer.template
+    if row.tools and template.for_tools:
+        raise ValueError(
+            f"the row has tools, for which {template.origin} is not used: the tokenizer has another template, "
+            f"{FOR_TOOLS}; name that in data.template (a .jinja file) for a data set of such rows"
+        )
     for messages in row.conversations:
         if wrong := unwritten(messages, list(row.tools), template.source):
             raise ValueError(f"{wrong} ({template.origin})")
