@@ -36,7 +36,7 @@ MOST_LINES = {
     "checkpoint": 4168,
     "cli": 7778,
     "comm": 2139,
-    "config": 6754,
+    "config": 6761,
     "cost": 7771,
     "data": 7066,
     "dryrun": 2719,
