@@ -41,7 +41,7 @@ MOST_LINES = {
     "data": 7066,
     "dryrun": 2719,
     "evaluate": 690,
-    "exchange": 2650,
+    "exchange": 2661,
     "foreign": 4471,
     "generate": 1712,
     "graph": 2140,
