@@ -38,7 +38,7 @@ MOST_LINES = {
     "comm": 2139,
     "config": 6761,
     "cost": 7771,
-    "data": 7066,
+    "data": 7118,
     "dryrun": 2719,
     "evaluate": 690,
     "exchange": 2661,

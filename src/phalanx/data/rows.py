@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -19,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from phalanx.bounded import kind_of, parse_json
-from phalanx.config.corpora import CORPORA
+from phalanx.config.corpora import BUILT_IN, CORPORA, OWN_TEMPLATE
 from phalanx.config.job import Data
 from phalanx.data.corpus import SAVED_FACTS, Scan, chosen_files, code_points, describe, in_order
 from phalanx.data.formats import ROW_SUFFIXES, missing, records, records_inside
@@ -262,6 +263,8 @@ _OF_MESSAGES = "messages."
 _QUESTIONS = ("prompt", "question", "query", "problem", "user", "human", "input", "inputs")
 _REPLIES = ("completion", "output", "answer", "response", "solution", "reply", "assistant", "target", "targets")
 """Names of columns that published data sets have for what `prompt` and `completion`, or Alpaca's `output`, are here."""
+_FOR_ROLES = {OWN_TEMPLATE, *BUILT_IN} - {"raw"}
+"""Templates that write who says what."""
 _EXTRA = ("tools", "system")
 """Fields that may stand beside any conversation."""
 
@@ -277,6 +280,11 @@ def renamed(record: Mapping[str, Any], data: Data) -> dict[str, Any]:
         if ours != theirs and ours in found:
             raise ValueError(f"data.columns={pair}: the row has a field {ours!r}, too")
         found[ours] = found.pop(theirs)
+    if data.template in _FOR_ROLES and re.search(r"\n\nAssistant:\s*$", str(found.get("prompt"))):
+        raise ValueError(
+            "prompt is a transcript that ends with 'Assistant:', and would be one message of the user: write messages, "
+            "or set data.template=raw, which writes the texts alone"
+        )
     if ignored := {name.removeprefix(_OF_MESSAGES) for name in data.ignore_keys if name.startswith(_OF_MESSAGES)}:
         for name, value in found.items():
             if isinstance(value, list):
