@@ -467,3 +467,17 @@ def test_fields_of_published_files_that_say_nothing_new(name: str, more: dict, w
     for field, value in wrong.items():
         with pytest.raises(JobError, match=f"{field} is "):
             config_json.read(values | {field: value})
+
+
+@pytest.mark.parametrize("inside", [None, True, False])
+def test_a_model_that_reads_images_has_the_tied_head_of_its_outer_field(inside: bool | None) -> None:
+    """As in transformers 5.23, whose module for images and text has the head."""
+    inner = {"model_type": "gemma3_text"} | ({} if inside is None else {"tie_word_embeddings": inside})
+    for outside in (True, False):
+        values = {"model_type": "gemma3", "text_config": inner, "tie_word_embeddings": outside}
+        if inside in (None, outside):
+            assert config_json.read(values).model.tied is outside
+            continue
+        with pytest.raises(JobError, match="tie_word_embeddings is .*, and that of text_config .*: programs differ"):
+            config_json.read(values)
+        assert config_json.read(values, ["tie_word_embeddings"]).model.tied is inside
