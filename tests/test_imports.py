@@ -52,7 +52,7 @@ MOST_LINES = {
     "parallel": 8245,
     "partition": 1817,
     "pictures": 3658,
-    "plan": 4568,
+    "plan": 4570,
     "report": 1682,
     "schedule": 2100,
     "serve": 839,

@@ -42,6 +42,7 @@ from phalanx.cost.rank_time import HOST_OPS, handling_seconds, starts_again
 from phalanx.cost.state_formulas import StateBytes, overfull
 from phalanx.cost.step_state import clip_bytes, summing_seconds, update_seconds
 from phalanx.partition.derived import is_offloaded, slices_of, splits_backward
+from phalanx.partition.tensor_slices import head_tiles
 from phalanx.plan.space import RECOMPUTE, STATES, PlanRequest, Rows, Scheduled, Space
 from phalanx.plan.tables import EP, Floats, Pipelines, RankContents, Tables, line, present
 from phalanx.schedule import catalogue
@@ -192,13 +193,14 @@ class StepBytes:
     def _whole(self, reshard: bool) -> tuple[Floats, Floats]:
         """Returns the bytes of unsharded parameters of ZeRO-3, and of activations beside them: in the loss no block is
         whole that is gathered again, in the backward pass at least one. In the loss FSDP2 may have what it gathered
-        last (`keeps_gathered`)."""
+        last (`keeps_gathered`): of a head in tiles one of these."""
         if reshard not in self.whole:
             group, tables, every = self.group, self.tables, self.formulas.keeps_whole(self.pp, reshard=reshard)
             # Experts that no other rank has are not gathered, and with ep none before they compute.
             shared = (group.ranks[1] > 1) & (every or tables.inner[group.inner, EP] == 1)
             alone, sizes = (group.ranks[1] > 1) & (tables.inner[group.inner, EP] > 1), dict[BlockKind, Floats]()
             lingers = self.formulas.profile.keeps_gathered and not (every and self.pp > 1)
+            lingers = lingers and head_tiles(tables.request.model, tables.space.base) == 1
             last: Floats = np.asarray(inf)
             for kind in self.kinds:
                 with_experts, dense = (
