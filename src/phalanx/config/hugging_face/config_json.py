@@ -235,13 +235,15 @@ def _read(values: Mapping[str, Any]) -> HuggingFaceModel:
     if family.inside and values.get("model_type") == family.inside_of:
         outer = source
         source = outer.inside(family.inside)
-        if outer.holds("tie_word_embeddings") and not source.holds("tie_word_embeddings"):
-            outer.seen.add("tie_word_embeddings")
+        outer.seen.add("tie_word_embeddings")
         if source.holds("model_type") and READ.get(str(source.raw("model_type"))) is not family:
             source.problem("model_type", f"is {shown(source.raw('model_type'))}, supported: {family.model_type}")
     ours: Fields = dict(family.kind)
     for term in family.terms:
         term.read(source, ours)
+    if outer and outer.holds("tie_word_embeddings") and outer.raw("tie_word_embeddings") != ours.get("tied"):
+        text = f"is {shown(outer.raw('tie_word_embeddings'))}, and in {family.inside} {shown(ours.get('tied'))}"
+        outer.problem("tie_word_embeddings", f"{text}: programs differ in which of the two they take")
     ours["init_std"] = source.take("initializer_range", float, ModelConfig.init_std)
     if ours["init_std"] < 0:
         source.problem("initializer_range", f"is {ours['init_std']:g}, expected at least 0")
