@@ -17,8 +17,9 @@ from hypothesis import strategies as st
 from phalanx.check.job import data_problems
 from phalanx.config.job import IGNORE, Data
 from phalanx.data import rows as rows_module
-from phalanx.data.conversations import PreferenceData, pair_of, preference_rows
-from phalanx.data.corpus import text_files
+from phalanx.data.conversations import PreferenceData, pair_of, preference_rows, prompt_rows
+from phalanx.data.corpus import documents, text_files
+from phalanx.data.formats import records
 from phalanx.data.loader import Batches, evaluation_batches
 from phalanx.data.mixture import open_split
 from phalanx.data.prepare import prepare
@@ -143,6 +144,7 @@ def test_a_folder_is_read_in_the_order_of_its_names(tmp_path: Path) -> None:
     for name in "ba":
         written(tmp_path / f"{name}.jsonl", {"prompt": name, "completion": name})
     (tmp_path / "notes.txt").write_text("not rows")
+    (tmp_path / "cache-0123456789abcdef.arrow").write_bytes(b"the same rows, mapped by datasets")
     data = Data(corpus="chat", path=str(tmp_path), template="raw")
     assert [row.text for row in row_texts(row_files(data), data)] == ["aa\n", "bb\n"]
 
@@ -553,6 +555,11 @@ def test_rows_of_json_in_a_text_file_are_not_trained_on_as_text(tmp_path: Path) 
     data = Data(corpus="text", path=str(tmp_path / "rows.txt"), dir=str(tmp_path / "data"))
     with pytest.raises(DataError, match=r"its lines are JSON objects \(fields: 'text'\).*name it rows.jsonl"):
         prepare(data)
+    for name in ("rows.jsonl.zstd", "rows.jsonl.part1"):
+        (tmp_path / name).write_text((tmp_path / "rows.txt").read_text())
+    assert ["".join(text) for text in documents([tmp_path / "rows.jsonl.zstd"], data)] == ["a", "b"]
+    with pytest.raises(DataError, match="its lines are JSON objects"):
+        prepare(replace(data, path=str(tmp_path / "rows.jsonl.part1")))
     (tmp_path / "rows.txt").write_text('{"a": 1} is JSON, and this line is not\nnor is this\n')
     prepare(data)
 
@@ -630,6 +637,7 @@ def answers(samples: PreferenceData, targets: np.ndarray) -> list[str]:
         {"messages": [PLEA], "chosen": "4", "rejected": [FIVE]},
         {"chosen": [PLEA, FOUR], "rejected": [PLEA, FIVE]},
         {"prompt": "2+2?", "chosen": [PLEA, FOUR], "rejected": [PLEA, FIVE], "score": 3},
+        {name: f"\n\nHuman: {PLEA['content']}\n\nAssistant: {n}" for name, n in (("chosen", 4), ("rejected", 5))},
     ],
     ids=str,
 )
@@ -710,3 +718,49 @@ def test_a_last_answer_that_does_not_count_is_refused() -> None:
     row = {"chosen": [user, good, user, {"role": "assistant", "content": "b", "weight": 0}], "rejected": [user, good]}
     with pytest.raises(ValueError, match="chosen: its last answer has weight 0"):
         pair_of(row)
+
+
+def test_a_transcript_with_several_turns_is_a_conversation() -> None:
+    said = "\n\nHuman: a\n\nAssistant: b\n\nb\n\nHuman: c\n\nAssistant: "
+    chosen, rejected = pair_of({"chosen": said + "d", "rejected": said + "e"})
+    assert [each["content"] for each in chosen] == ["a", "b\n\nb", "c", "d"]
+    assert [each["role"] for each in rejected] == ["user", "assistant"] * 2
+    with pytest.raises(ValueError, match="chosen: message 4: no answer: its content is empty"):
+        pair_of({"chosen": said, "rejected": said + "e"})
+
+
+def test_the_prompt_of_a_transcript_is_no_message_of_a_template_with_roles(tmp_path: Path) -> None:
+    data = written(tmp_path / "rows.jsonl", {"prompt": "\n\nHuman: a\n\nAssistant:", "completion": " b"})
+    [row] = chat_rows(row_files(data), replace(data, template="chatml"))
+    assert row.problem.startswith("prompt is a transcript that ends with 'Assistant:'")
+    [row] = chat_rows(row_files(data), replace(data, template="raw"))
+    assert not row.problem
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        (
+            {"prompt": "x", "messages": [{"role": "user", "content": "y"}], "answer": "1"},
+            "prompt and messages .*differ",
+        ),
+        ({"prompt": "x", "messages": [{"role": "user", "content": "x"}], "answer": "1"}, "$"),
+        ({"prompt": "x", "answer": float("nan")}, "answer is nan, or holds such a number"),
+        ({"prompt": "x", "answer": [1, float("inf")]}, r"answer is \[1, inf\]"),
+    ],
+    ids=str,
+)
+def test_prompts_that_contradict_themselves_or_have_no_number_are_refused(
+    tmp_path: Path, row: dict[str, Any], reason: str
+) -> None:
+    data = written(tmp_path / "rows.jsonl", row)
+    [found] = prompt_rows(row_files(data), data)
+    assert re.match(reason, found.problem)
+
+
+def test_a_quotation_mark_that_joins_rows_of_a_tsv_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "rows.tsv"
+    file.write_text('prompt\tcompletion\nx\t"a\ny\tb"\nz\t"c\n\nd"\n')
+    (_, joined), (_, row) = records(file)
+    assert "each of which has the columns of a row" in str(joined)
+    assert row == {"prompt": "z", "completion": "c\n\nd"}

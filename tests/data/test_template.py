@@ -15,6 +15,7 @@ import pytest
 
 from phalanx.config.corpora import BUILT_IN
 from phalanx.config.job import Data
+from phalanx.data.rows import row_texts
 from phalanx.data.template import ChatTemplate, Renderer, TemplateRenderer, find_template, own_template
 from phalanx.data.tokenizer import Tokenizer, train_bpe
 from phalanx.errors import DataError, JobError
@@ -315,6 +316,39 @@ def test_templates_are_found_beside_the_tokenizer(tokenizer: Path, tmp_path: Pat
     assert own_template(tmp_path) == ChatTemplate(
         BUILT_IN["chatml"].jinja, built_in.variables, str(tmp_path / "chat_template.jinja")
     )
+
+
+def test_templates_by_name_are_the_default_one_and_not_for_rows_with_tools(tokenizer: Path, tmp_path: Path) -> None:
+    folder, rows = tmp_path / "tokenizer", tmp_path / "rows.jsonl"
+    folder.mkdir()
+    (folder / "tokenizer.json").write_bytes((tokenizer / "tokenizer.json").read_bytes())
+    rows.write_text(json.dumps({"messages": CHAT, "tools": [{"type": "function", "function": {"name": "look"}}]}))
+    data = Data(corpus="chat", path=str(rows), tokenizer=str(folder))
+    source = ROLES + "{{ tools }}"
+    for by_name in ([{"name": n, "template": t} for n, t in (("tool_use", "no"), ("default", source))], None):
+        value = {"default": source, "tool_use": "no"} if by_name is None else by_name
+        (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": value}))
+        assert find_template(data).source == source
+        with pytest.raises(DataError, match="the row has tools, for which .* has another template, tool_use"):
+            list(row_texts([rows], data))
+    (folder / "tokenizer_config.json").write_text("{}")
+    (folder / "chat_template.jinja").write_text(source)
+    assert len(list(row_texts([rows], data))) == 1
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates" / "tool_use.jinja").write_text("no")
+    with pytest.raises(DataError, match="tool_use"):
+        list(row_texts([rows], data))
+
+
+def test_special_tokens_that_are_read_as_text_are_refused(tokenizer: Path, tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_bytes((tokenizer / "tokenizer.json").read_bytes())
+    (tmp_path / "tokenizer_config.json").write_text('{"split_special_tokens": true}')
+    with pytest.raises(DataError, match="split_special_tokens is true"):
+        find_template(Data(corpus="chat", path="x", tokenizer=str(tmp_path), template="chatml"))
+    assert own_template(tmp_path) is None
+    (tmp_path / "chat_template.jinja").write_text(ROLES)
+    with pytest.raises(DataError, match="split_special_tokens is true"):
+        own_template(tmp_path)
 
 
 def test_damaged_template_files_are_refused(tmp_path: Path) -> None:

@@ -85,6 +85,33 @@ def test_bytes_that_are_no_text_decode_to_the_replacement_character() -> None:
     assert ByteTokenizer().decode([0xC3, 65, 300]) == "\ufffdA\ufffd"
 
 
+def test_bpe_that_draws_its_merges_is_refused(bpe: LibraryTokenizer) -> None:
+    stored = json.loads(bpe.definition())
+    stored["model"]["dropout"] = 0.1
+    with pytest.raises(DataError, match=r"x: model.dropout is 0.1 \(BPE dropout\)"):
+        LibraryTokenizer(json.dumps(stored), "x")
+
+
+@pytest.mark.parametrize("flag", ["lstrip", "rstrip", "single_word"])
+def test_flags_of_added_tokens_are_those_that_transformers_takes(
+    bpe: LibraryTokenizer, tmp_path: Path, flag: str
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    stored = json.loads(bpe.definition())
+    token = {"content": "<|a|>"} | dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    token["special"] = True
+    stored["added_tokens"].append(token | {"id": 300})
+    (tmp_path / "tokenizer.json").write_text(json.dumps(stored))
+    for flags in ({}, {flag: True}):
+        config = {"tokenizer_class": "PreTrainedTokenizerFast", "added_tokens_decoder": {"300": token | flags}}
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+        theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+        ours = Tokenizer.load(tmp_path)
+        for text in ("the sea <|a|> boat", "the sea<|a|>boat"):
+            [(ids, _)] = ours.encode_marked([[(text, False)]])
+            assert ids.tolist() == theirs(text, add_special_tokens=False)["input_ids"]
+
+
 def test_numbers() -> None:
     tokenizer = NumberTokenizer(10)
     assert tokenizer.encode("5 0 9").tolist() == [5, 0, 9]

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import phalanx
 from covering import WHOLE, also_whole, covering
-from phalanx.blocks.parameters import train_flops_per_step
+from phalanx.blocks.parameters import count, train_flops_per_step
 from phalanx.comm.calls import Recording, recorded
 from phalanx.comm.shared import SOCKETS
 from phalanx.config.job import Data, Job, Train
@@ -27,7 +27,7 @@ from phalanx.config.model import MLA, LoRA, ModelConfig, MoE, SparseAttention
 from phalanx.cost.job_spec import rank_spec
 from phalanx.cost.rank_memory import step_memory
 from phalanx.dryrun.operations import flops_of
-from phalanx.dryrun.rehearse import PARTS, distinct_ranks, gradients_of, part_of, rehearse, watch_buckets
+from phalanx.dryrun.rehearse import PARTS, distinct_ranks, gradients_of, part_of, rehearse, watch_buffers
 from phalanx.dryrun.world import Allocation
 from phalanx.errors import JobError
 from phalanx.launch.watchdog import heartbeat
@@ -152,7 +152,7 @@ def real(ranks, job: Job) -> dict[str, Any]:
         patch.setenv(SOCKETS, "1")  # whose buffers are rehearsed, and which shared memory does without
         mesh = meshes.build(job.layout, "cpu")
         stepper = NotingStepper(job, mesh, torch.device("cpu"), VOCAB)
-        watch_buckets(stepper.replica, stepper.mark)
+        watch_buffers(stepper.replica, stepper.mark)
 
         def take(step: int) -> None:
             micros, valid = micro_batches(job, VOCAB, mesh, step)
@@ -236,6 +236,13 @@ def test_parameters_that_are_whole_for_a_moment_are_communication():
     assert {each["part"] for each in whole} == {"communication"}
     outside = (2 * VOCAB + 1) * LLAMA.d_model  # embedding, head, and the norm before it
     assert sum(each["bytes"] for each in whole) > 4 * outside
+
+
+def test_a_second_copy_of_parameters_is_communication():
+    plain, copied = (rehearse(job_of(LLAMA, Layout(dp_shard=4, hpz=hpz)), 0, VOCAB, "cpu").peak_bytes for hpz in (1, 2))
+    assert copied == {**plain, "communication": copied["communication"]}
+    half = 4 * count(LLAMA, VOCAB) / 2
+    assert copied["communication"] - plain["communication"] == pytest.approx(half, rel=0.01)  # rows are padded
 
 
 def test_gradients_leave_a_gpu_for_the_host():

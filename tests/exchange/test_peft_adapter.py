@@ -270,6 +270,12 @@ def test_tensors_that_do_not_fit_are_named(home: Path, name: str) -> None:
     assert not list((home / "runs").iterdir())
 
 
+def test_a_module_to_save_that_was_not_saved_is_named(home: Path) -> None:
+    write_adapter(home, str(home / "base"), [Q.format(0)], modules_to_save=["classifier", "lm_head"])
+    with pytest.raises(CheckpointError, match="no tensor of lm_head, which modules_to_save of adapter_config.json"):
+        merge(home)
+
+
 def test_a_tied_head_is_not_changed(tmp_path: Path) -> None:
     tied: ModelConfig = replace(LLAMA, tied=True)
     write_folder(tmp_path / "base", tied)

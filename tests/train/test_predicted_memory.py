@@ -368,7 +368,7 @@ def test_a_run_of_queries_has_a_mask_while_it_computes(ranks):
     compare(ranks, documents_of(model, Layout(), Train(global_batch=2, precision="bf16")))
 
 
-WORDS = replace(DEEP, n_layers=1, vocab_size=4000)
+WORDS = replace(DEEP, n_layers=1, vocab_size=8000)
 SHORT = replace(DEEP, seq_len=32)
 
 

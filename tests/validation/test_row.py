@@ -271,6 +271,10 @@ def test_a_number_carries_only_the_unit_of_its_column(name: str):
         ({"precision": "posit"}, "precision: 'posit' is unknown"),
         ({"schedule": "quantum", "pp": "2", "dp": "16"}, "schedule: 'quantum' is unknown"),
         ({"recompute": "some"}, "recompute: 'some' is unknown"),
+        (
+            {"recompute": "8*full+20*none"},
+            "8*full+20*none = 28 layers, the model has 32; nearest legal: 8*full+24*none",
+        ),
         ({"zero_stage": "many"}, "zero_stage: expected 0, 1, 2 or 3"),
         ({"sequence_parallel": "maybe"}, "sequence_parallel: expected yes or no"),
         ({"step_time_s": "-1"}, "step_time_s: expected a number above 0"),
@@ -483,6 +487,13 @@ def test_conventions_are_those_of_the_sources():
             off.setdefault(reading.source, []).append(reading.tflops(reading.measured_s) / printed - 1)
     for source, each in off.items():
         assert abs(sorted(each)[len(each) // 2]) < 0.03, source
+
+
+def test_a_row_may_recompute_in_the_words_of_a_layout():
+    """Runs of layers were taken for full, MLPs for nothing."""
+    for text in ("mlp", "selective (mlp)"):
+        assert read(row(recompute=text)).spec.layout.recompute == "mlp"
+    assert read(row(recompute="8*full+24*none")).spec.layout.recompute_cut == "8*full+24*none"
 
 
 def test_maxtext_recomputes_as_its_configurations_do():

@@ -7,6 +7,7 @@ import os
 import time
 from dataclasses import replace
 from pathlib import Path
+from statistics import median
 
 import pytest
 
@@ -271,3 +272,25 @@ def test_summary_says_what_became_of_the_rows():
         "columns that are not there: tp",
     ]
     assert replace(summary).as_dict()["refused"] == {"gpu": 2}
+
+
+def test_rows_that_nobody_had_seen_are_predicted_as_the_page_says():
+    """docs/explanation/accuracy.md, "Seen for the first time". Whoever moves them says so there."""
+    found, summary = written(Path("examples/unseen.csv").read_bytes())
+    assert (summary.predicted, summary.unread) == (len(found), ())
+    errors: dict[str, list[float]] = {}
+    outside = set[str]()
+    for one in found:
+        measured = one["tokens_per_s_per_gpu"] or one["tflops_per_gpu"]
+        predicted = float(one["pred_tokens_per_s_per_gpu" if one["tokens_per_s_per_gpu"] else "pred_tflops_per_gpu"])
+        factor = predicted / float(measured)  # measured over predicted seconds
+        errors.setdefault(one["source"], []).append(1 / factor - 1)
+        low, middle, high = (float(one[f"pred_step_time_{end}s"]) for end in ("low_", "", "high_"))
+        if not low <= factor * middle <= high:
+            outside.add(one["source"])
+    ibm = errors.pop("fms-fsdp")
+    assert (len(ibm), max(map(abs, ibm))) == (8, pytest.approx(0.088, abs=1e-3))
+    assert median(map(abs, ibm)) == pytest.approx(0.014, abs=1e-3)
+    others = {"GPT-NeoX": [-0.14], "OLMo-core": [-0.17], "nanotron": [-0.28]}
+    assert errors == {name: pytest.approx(error, abs=5e-3) for name, error in others.items()}
+    assert outside == {"OLMo-core", "nanotron"}

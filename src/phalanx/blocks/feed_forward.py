@@ -186,7 +186,7 @@ def experts(place: Place) -> Iterator[Operator]:
             size = 0 if place.regathers else model.d_model * reads
             saved = SavedTensor("shared.up", size, "gathered", repeated=up.repeated and model.norms_inputs)
             up = replace(up, saved=(saved,), messages=tuple(enter(place, regather=bool(reads))))
-            down = down.sending(*leave(place, again=not model.lora.rank or needs_sum(model)))
+            down = down.sending(*leave(place))
         for part in (up, activation, down):
             yield _in_mixture(part)
         if moe.shared_gate:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -188,11 +189,26 @@ def preference_rows(files: Iterable[Path], data: Data) -> Iterator[Row]:
     return rows_of(files, data, lambda record: tuple(pair_of(record)), only_last=True, arrange=pair_rows)
 
 
+_TURN = re.compile(r"\n\n(Human|Assistant):")
+
+
+def _told(value: Any) -> Any:
+    """Returns the messages of a transcript, a text "\n\nHuman: ...\n\nAssistant: ..." as those of HH-RLHF (Bai et al.
+    2022); other values as they are."""
+    first, *turns = _TURN.split(f"\n\n{value.lstrip()}") if isinstance(value, str) else (value,)
+    if first or turns[:1] != ["Human"] or "Assistant" not in turns[::2]:
+        return value
+    return [
+        {"role": "user" if who == "Human" else ANSWERS, "content": text.strip()}
+        for who, text in zip(turns[::2], turns[1::2], strict=True)
+    ]
+
+
 def pair_of(record: dict[str, Any]) -> list[list[Message]]:
-    """Returns the chosen and the rejected conversation of a row with `chosen` and `rejected`, each a text or a list of
-    messages, and what comes before them: `prompt`, a text or messages, or `messages`, or `conversations`. Several of
-    these must be the same. Whole conversations in `chosen` and `rejected` need none: one that is there must be their
-    beginning, or all of the chosen one. Raises ValueError with everything that is wrong."""
+    """Returns the chosen and the rejected conversation of a row with `chosen` and `rejected`, each a text, a transcript
+    (`_told`) or a list of messages, and what comes before them: `prompt`, a text or messages, or `messages`, or
+    `conversations`. Several of these must be the same. Whole conversations in `chosen` and `rejected` need none: one
+    that is there must be their beginning, or all of the chosen one. Raises ValueError with everything that is wrong."""
     if missing := [name for name in ("chosen", "rejected") if record.get(name) is None]:
         raise ValueError(
             f"no {' and no '.join(missing)}: expected chosen and rejected, each a text or messages, and prompt or "
@@ -205,7 +221,7 @@ def pair_of(record: dict[str, Any]) -> list[list[Message]]:
     context = with_context(messages_of(record[given[0]], "user") if given else [], record)
     problems, pair, in_answers = [], [], False
     for name in ("chosen", "rejected"):
-        answer = messages_of(record[name], ANSWERS)
+        answer = messages_of(_told(record[name]), ANSWERS)
         whole = bool(answer) and isinstance(answer[0], dict) and role_of(answer[0]) != ANSWERS
         in_answers |= whole
         try:
@@ -251,14 +267,20 @@ def prompt_rows(files: Iterable[Path], data: Data) -> Iterator[Row]:
 
 def _answered(record: dict[str, Any]) -> dict[str, Any]:
     """Returns a row with the answer where rows of corpus chat have it. Raises ValueError without prompt or answer."""
-    asked = next((name for name in ("prompt", "messages") if record.get(name) is not None), "")
+    given = [name for name in ("prompt", "messages") if record.get(name) is not None]
+    asked = given[0] if given else ""
+    if len(given) > 1 and messages_of(record["prompt"], "user") != record["messages"]:
+        raise ValueError("prompt and messages stand beside each other and differ: leave one out with data.ignore_keys")
     if missing := [*([] if asked else ["prompt"]), *(["answer"] if record.get("answer") is None else [])]:
         raise ValueError(
             f"no {' and no '.join(missing)}: expected prompt (a text or messages) and answer; data.columns names "
             "others, such as [question:prompt]"
         )
     answer = record["answer"]
-    text = answer if isinstance(answer, str) else json.dumps(answer, ensure_ascii=False)
+    try:
+        text = answer if isinstance(answer, str) else json.dumps(answer, ensure_ascii=False, allow_nan=False)
+    except ValueError:
+        raise ValueError(f"answer is {answer}, or holds such a number: a missing value is null in JSON") from None
     said = [*messages_of(record[asked], "user"), {"role": ANSWERS, "content": text}]
     return {name: value for name, value in record.items() if name not in ("prompt", "answer")} | {"messages": said}
 

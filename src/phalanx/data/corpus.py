@@ -103,6 +103,8 @@ SPLIT_NAMES = {"train", "test", "validation", "valid", "val", "dev", "eval"}
 """Names of the splits of a data set, as its files or folders have them: test.jsonl, train-00000-of-00002.parquet."""
 SAVED_FACTS = {"state.json", "dataset_info.json", "dataset_dict.json"}
 """Files beside the data in a folder that Hugging Face datasets saved."""
+_CACHED = re.compile(r"cache-.*\.arrow")
+"""Names of files in which datasets keeps the results of map and filter beside the data that they were made of."""
 TEXT_SUFFIXES = {".txt", ".text", ".md", ".rst", ".tex", ".html", ".xml", ".py", ".c", ".h", ".cc", ".cpp"}
 TEXT_SUFFIXES |= {".rs", ".go", ".java", ".js", ".ts", ".sh"}
 STDLIB_SKIPPED = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test", "encodings"}
@@ -279,7 +281,7 @@ def chosen_files(folder: Path, suffixes: Collection[str], what: str, left_out: C
     if not found:
         known = " ".join(sorted(suffixes))
         raise NotFoundError(f"data.path={folder}: the folder has no files; it needs files that end in {known}")
-    files = [file for file in found if formats.suffix_of(file) in suffixes]
+    files = [each for each in found if formats.suffix_of(each) in suffixes and not _CACHED.fullmatch(each.name)]
     for file in found:
         if formats.suffix_of(file) not in suffixes and {each.lower() for each in file.suffixes} & {*suffixes}:
             formats.form_of(file)  # says what it is, and how it is read
@@ -361,7 +363,7 @@ def documents(files: Iterable[Path], data: Data) -> Iterator[Iterable[str]]:
 def _documents(file: Path, field: str) -> Iterator[Iterable[str]]:
     form = formats.form_of(file)
     if form == "text":
-        if formats.suffix_of(file) in ("", ".txt", ".text") and (names := formats.rows_in_text(file)):
+        if formats.suffix_of(file) not in TEXT_SUFFIXES - {".txt", ".text"} and (names := formats.rows_in_text(file)):
             raise DataError(
                 f"{file}: its lines are JSON objects (fields: {', '.join(map(repr, names[:NAMES_SHOWN]))}), which "
                 f"would be trained on as they stand: name it {file.stem}.jsonl to read a field "

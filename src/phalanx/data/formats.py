@@ -14,7 +14,7 @@ import re
 import sys
 import zlib
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, Literal, cast
@@ -29,7 +29,7 @@ LINE_BYTES = 1 << 28
 JSONL_SUFFIXES = {".jsonl", ".ndjson"}
 ROW_SUFFIXES = JSONL_SUFFIXES | {".json", ".csv", ".tsv", ".parquet", ".arrow"}
 """Endings of files that hold records, before that of a compression."""
-COMPRESSED = {".gz", ".xz", ".zst"}
+COMPRESSED = {".gz", ".gzip", ".xz", ".zst", ".zstd"}
 _MAGIC = {b"\x1f\x8b": "gzip", b"\xfd7zXZ\x00": "xz", b"\x28\xb5\x2f\xfd": "zstd"}
 _TABLES: dict[bytes, Form] = {b"PAR1": "parquet", b"ARROW1": "arrow", b"\xff\xff\xff\xff": "arrow"}
 """Beginnings of tables; the last is that of a stream, as datasets saves it."""
@@ -276,9 +276,18 @@ def _array(file: Path) -> Iterator[tuple[str, dict[str, Any] | ValueError]]:
 
 def _separated(file: Path, delimiter: str) -> Iterator[tuple[str, dict[str, Any] | ValueError]]:
     csv.field_size_limit(LINE_BYTES)
+    lines: list[str] = []
+    """Those of one row."""
+
+    def noted(stream: Iterable[str]) -> Iterator[str]:
+        for line in stream:
+            lines.append(line)
+            yield line
+
     with _readable(file) as stream:
         try:
-            rows = csv.reader(io.TextIOWrapper(stream, "utf-8-sig", newline=""), delimiter=delimiter, strict=True)
+            text = noted(io.TextIOWrapper(stream, "utf-8-sig", newline=""))
+            rows = csv.reader(text, delimiter=delimiter, strict=True)
             header = next(rows, [])
             if len(set(header)) < len(header) or not all(header):
                 raise DataError(f"{file}:1: the first line must name every column once, is {header}")
@@ -288,8 +297,19 @@ def _separated(file: Path, delimiter: str) -> Iterator[tuple[str, dict[str, Any]
                     f"{file}:1: one column, {header[0]!r}: {file.suffix} has {delimiter!r} between columns, here it is "
                     f"likely {other!r}"
                 )
+            lines.clear()
             for row in rows:
-                if row and len(row) != len(header):
+                several = len(lines) > 1 and {line.count("\t") for line in lines} == {len(header) - 1}
+                lines.clear()
+                if several and delimiter == "\t" and len(header) > 1:
+                    yield (
+                        f"{file}:{rows.line_num}",
+                        ValueError(
+                            "a quotation mark opens a text of several lines, each of which has the columns of a row: "
+                            "write JSON lines, or every quotation mark twice and texts with one between two"
+                        ),
+                    )
+                elif row and len(row) != len(header):
                     yield (
                         f"{file}:{rows.line_num}",
                         ValueError(f"{len(row)} columns, where the header names {len(header)}"),

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -19,12 +20,12 @@ from typing import Any
 import numpy as np
 
 from phalanx.bounded import kind_of, parse_json
-from phalanx.config.corpora import CORPORA
+from phalanx.config.corpora import BUILT_IN, CORPORA, OWN_TEMPLATE
 from phalanx.config.job import Data
 from phalanx.data.corpus import SAVED_FACTS, Scan, chosen_files, code_points, describe, in_order
 from phalanx.data.formats import ROW_SUFFIXES, missing, records, records_inside
 from phalanx.data.index import ANSWER, EncodedRows
-from phalanx.data.template import ANSWERS, ChatTemplate, Part, Renderer, find_template, replaced, texts_of
+from phalanx.data.template import ANSWERS, FOR_TOOLS, ChatTemplate, Part, Renderer, find_template, replaced, texts_of
 from phalanx.data.tokenizer import Tokenizer, require_in_vocabulary
 from phalanx.data.workers import Workers
 from phalanx.errors import DataError
@@ -133,6 +134,11 @@ def _rendered(row: Row, renderer: Renderer) -> RowText:
     if row.problem:
         raise ValueError(row.problem)
     template = renderer.template
+    if row.tools and template.for_tools:
+        raise ValueError(
+            f"the row has tools, for which {template.origin} is not used: the tokenizer has another template, "
+            f"{FOR_TOOLS}; name that in data.template (a .jinja file) for a data set of such rows"
+        )
     for messages in row.conversations:
         if wrong := unwritten(messages, list(row.tools), template.source):
             raise ValueError(f"{wrong} ({template.origin})")
@@ -257,6 +263,8 @@ _OF_MESSAGES = "messages."
 _QUESTIONS = ("prompt", "question", "query", "problem", "user", "human", "input", "inputs")
 _REPLIES = ("completion", "output", "answer", "response", "solution", "reply", "assistant", "target", "targets")
 """Names of columns that published data sets have for what `prompt` and `completion`, or Alpaca's `output`, are here."""
+_FOR_ROLES = {OWN_TEMPLATE, *BUILT_IN} - {"raw"}
+"""Templates that write who says what."""
 _EXTRA = ("tools", "system")
 """Fields that may stand beside any conversation."""
 
@@ -272,6 +280,11 @@ def renamed(record: Mapping[str, Any], data: Data) -> dict[str, Any]:
         if ours != theirs and ours in found:
             raise ValueError(f"data.columns={pair}: the row has a field {ours!r}, too")
         found[ours] = found.pop(theirs)
+    if data.template in _FOR_ROLES and re.search(r"\n\nAssistant:\s*$", str(found.get("prompt"))):
+        raise ValueError(
+            "prompt is a transcript that ends with 'Assistant:', and would be one message of the user: write messages, "
+            "or set data.template=raw, which writes the texts alone"
+        )
     if ignored := {name.removeprefix(_OF_MESSAGES) for name in data.ignore_keys if name.startswith(_OF_MESSAGES)}:
         for name, value in found.items():
             if isinstance(value, list):

@@ -507,6 +507,8 @@ class ChatPrompts:
             return self._end
 
 
+NAMED_TEMPLATES, FOR_TOOLS = "additional_chat_templates", "tool_use"
+"""The folder beside a tokenizer.json with templates by name, and the name of the one for tools."""
 DATE_KEY = "template_date"
 """The field of a tokenizer_config.json that holds the day of its template, where shards or a run have one."""
 MOST_TEMPLATE = 1 << 20
@@ -528,6 +530,8 @@ class ChatTemplate:
     """True for this project's own, which need no process of their own."""
     date: str = TEMPLATE_DATE
     """The day that `strftime_now` writes, as ISO 8601 has it."""
+    for_tools: bool = False
+    """Whether another template stands beside it that transformers takes for conversations with tools."""
 
     @property
     def writes_date(self) -> bool:
@@ -601,20 +605,33 @@ def template_identity(data: Data) -> dict[str, object]:
 def own_template(folder: Path) -> ChatTemplate | None:
     """Returns the template in the folder of a tokenizer or of a run; None if there is none. Raises DataError if its
     files cannot be read."""
-    config = _config(folder)
-    variables, date = _named_tokens(config), _date(config, folder)
-    if os.path.exists(folder / JINJA_FILE):
-        return ChatTemplate(_read(folder / JINJA_FILE), variables, str(folder / JINJA_FILE), date=date)
-    source = config.get("chat_template")
+    config, path = _config(folder), folder / JINJA_FILE
+    variables, date, source = _named_tokens(config), _date(config, folder), config.get("chat_template")
     if isinstance(source, list):  # several by name
-        named = {each.get("name"): each.get("template") for each in source if isinstance(each, dict)}
-        source = named.get("default")
-    if source is None:
-        return None
-    if not isinstance(source, str) or len(source) > MOST_TEMPLATE:
+        source = {each.get("name"): each.get("template") for each in source if isinstance(each, dict)}
+    named = {each.stem: "" for each in (folder / NAMED_TEMPLATES).glob("*.jinja")}
+    if os.path.exists(path):
+        source = _read(path)
+    else:
         path = folder / TOKENIZER_CONFIG
+        if isinstance(source, dict):
+            named |= source
+            source = source.get("default")
+        if source is None:
+            return None
+    if not isinstance(source, str) or len(source) > MOST_TEMPLATE:
         raise DataError(f"{path}: its chat_template is no text of at most {MOST_TEMPLATE:,} characters")
-    return ChatTemplate(source, variables, str(folder / TOKENIZER_CONFIG), date=date)
+    _require_special(config, folder)
+    return ChatTemplate(source, variables, str(path), date=date, for_tools=named.get(FOR_TOOLS, source) != source)
+
+
+def _require_special(config: Mapping[str, Any], folder: Path) -> None:
+    """Raises DataError for settings with which transformers reads the special tokens of a template as text."""
+    if config.get("split_special_tokens") is True:
+        raise DataError(
+            f"{folder / TOKENIZER_CONFIG}: split_special_tokens is true, with which transformers reads the special "
+            "tokens that a template writes as plain text: set it to false"
+        )
 
 
 class Renderer:
@@ -718,7 +735,8 @@ def _folder(data: Data) -> Path:
 def _special_tokens(data: Data) -> Mapping[str, str]:
     """Returns the special tokens of the job's tokenizer. One that names none ends its answers as it ends documents."""
     if data.tokenizer not in TOKENIZERS:
-        found = _named_tokens(_config(_folder(data)))
+        _require_special(config := _config(folder := _folder(data)), folder)
+        found = _named_tokens(config)
         if not found["eos_token"]:
             tokenizer = Tokenizer.load(Path(data.tokenizer).expanduser())
             found["eos_token"] = tokenizer.decode(tokenizer.separator)

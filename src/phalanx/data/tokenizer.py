@@ -36,6 +36,7 @@ MAX_CHARACTERS = 256
 """A char vocabulary larger than this keeps its 255 most frequent characters and one id for all others."""
 REPLACEMENT = 0xFFFD
 """The code point of undecodable input."""
+_FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 SPECIAL_MAP = "special_tokens_map.json"
 _NO_IDS, _NO_MARKS = np.empty(0, dtype=np.int64), np.empty(0, dtype=bool)
 LARGEST_VOCABULARY, _REASON = BOUNDS["model.vocab_size"]
@@ -126,7 +127,7 @@ class Tokenizer(ABC):
             raise DataError(f"{file} is not JSON and so no tokenizer: {error}") from error
         if isinstance(stored, dict) and stored.get("format") == FORMAT:
             return _from_definition(stored, file)
-        found = LibraryTokenizer(text, str(file), _end_beside(file))
+        found = LibraryTokenizer(_with_flags_beside(text, stored, file), str(file), _end_beside(file))
         if lacking := [name for name in _tokens_beside(file) if not found.has(name)]:
             raise DataError(
                 f"{file} has no token {', '.join(map(repr, lacking[:5]))}, which the files beside it name, and "
@@ -164,6 +165,23 @@ def _tokens_beside(file: Path) -> Iterator[str]:
         name = each.get("content") if isinstance(each, dict) else each
         if isinstance(name, str) and name.strip() and name != named_token(config, "pad_token"):
             yield name
+
+
+def _with_flags_beside(text: str, stored: Any, file: Path) -> str:
+    """Returns a tokenizer.json, `text` with the content `stored`, with the flags of added tokens (lstrip, rstrip,
+    single_word, normalized, special) of the tokenizer_config.json beside it, which transformers prefers."""
+    beside = _settings_beside(file).get("added_tokens_decoder")
+    added = stored.get("added_tokens") if isinstance(stored, dict) else None
+    if not isinstance(beside, dict) or not isinstance(added, list):
+        return text
+    flags = {each.get("content"): each for each in beside.values() if isinstance(each, dict)}
+    tokens = [
+        token | {name: value for name, value in flags.get(token.get("content"), {}).items() if name in _FLAGS}
+        if isinstance(token, dict)
+        else token
+        for token in added
+    ]
+    return text if tokens == added else json.dumps(stored | {"added_tokens": tokens}, ensure_ascii=False)
 
 
 def _end_beside(file: Path) -> str:
@@ -274,6 +292,11 @@ class LibraryTokenizer(Tokenizer):
         if not self.vocab_size:
             raise DataError(f"{name}: the tokenizer has no tokens")
         _check_vocabulary(self.vocab_size, name)
+        if dropout := getattr(self._tokenizer.model, "dropout", None):
+            raise DataError(
+                f"{name}: model.dropout is {dropout:g} (BPE dropout), with which a text gets other tokens each "
+                "time: set it to null"
+            )
         ends = [token for token in END_OF_TEXT if token in ids] or [end] * (end in ids)
         self.end = ends[0] if ends else ""
         """The token between two documents; empty: there is none, and a newline is."""

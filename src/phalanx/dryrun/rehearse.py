@@ -35,6 +35,7 @@ from phalanx.launch.watchdog import heartbeat
 from phalanx.launch.watchdog.heartbeat import Phase
 from phalanx.parallel import mesh as meshes
 from phalanx.parallel.data import Replica
+from phalanx.parallel.fsdp import Gather, ShardedReplica
 from phalanx.parallel.mesh import Mesh
 from phalanx.parallel.pipeline import PipeDream
 from phalanx.parallel.zero import BucketReplica
@@ -264,7 +265,7 @@ class _MarkingStepper(Stepper):
     def __init__(self, job: Job, mesh: Mesh, device: torch.device, vocab_size: int, dry: DryWorld, observer: Any):
         super().__init__(job, mesh, device, vocab_size)
         self.dry, self.observer = dry, observer
-        watch_buckets(self.replica, dry.mark)
+        watch_buffers(self.replica, dry.mark)
 
     def gradients(self, micro_batches: Sequence[MicroBatch], step: int, global_tokens: float) -> Tensor:
         heartbeat.enter_module("")  # that of the backward pass before
@@ -309,15 +310,22 @@ def gradients_of(replica: Replica, optimizer: ShardedOptimizer) -> list[Tensor]:
     return [x for x in found if x is not None]
 
 
-def watch_buckets(replica: Replica, mark: Callable[[str, list[Tensor]], None]) -> None:
-    """Has the flat buffers of gradients marked where they are made: ZeRO-2's are gone before a step ends."""
+def watch_buffers(replica: Replica, mark: Callable[[str, list[Tensor]], None]) -> None:
+    """Has flat buffers of gradients, and the second copy of parameters (hpZ), marked where they are made: ZeRO-2's
+    buffers and the copy are gone before a step ends."""
 
     def marked(buffer: Callable[[], Tensor]) -> Tensor:
         mark("gradients", [found := buffer()])
         return found
 
+    def copied(gather: Gather, arrived: Callable[[Tensor, Tensor], None], *tensors: Tensor) -> None:
+        arrived(*tensors)
+        mark("communication", [] if gather.copy is None else [gather.copy])
+
     for bucket in replica.buckets if isinstance(replica, BucketReplica) else ():
         bucket._buffer = partial(marked, bucket._buffer)
+    for gather in replica.gathers if isinstance(replica, ShardedReplica) else ():
+        gather._arrived = partial(copied, gather, gather._arrived)
 
 
 class _DrawnFeed:

@@ -135,11 +135,11 @@ def export(
     source = merged(source)
     manifest = source.manifest
     model = model_of(manifest)
-    family, values = config_json.write(model)
-    shapes = parameter_shapes(model)
-    source.require(shapes)
     run = manifest.path.parent.parent if os.path.isfile(manifest.path / MANIFEST) else manifest.path
     work = _Export(source, run, model, Tokenizer.load(run) if os.path.isfile(run / TOKENIZER) else None, [])
+    # Several model types may say all of a model, each with its own names of tensors: that of the import goes first.
+    family, values = config_json.write(model, first=config_json.model_type_of(work.side(CONFIG)))
+    source.require(parameter_shapes(model))
     names = WEIGHTS[family.model_type]
     weights = _Weights(source, model, [*links(model, names), *names.copies_in(model)], dtype)
     total = sum(tensor.nbytes for tensor in weights.tensors.values())

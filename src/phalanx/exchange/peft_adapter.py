@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from pathlib import Path
@@ -60,6 +60,8 @@ class PeftAdapter:
     """use_rslora."""
     transposed: bool
     """fan_in_fan_out."""
+    saved: Sequence[str]
+    """modules_to_save: modules whose tensors replace those of the base."""
     weights: Manifest
 
     def scale_and_rank(self, module: str) -> tuple[float, int]:
@@ -100,7 +102,7 @@ def open_adapter(config: Path) -> PeftAdapter:
     initial = reader.raw("init_lora_weights")
     if not isinstance(initial, bool | None) and initial not in _INITIAL:
         reader.problem("init_lora_weights", f"is {shown(initial)}, which changes the base's weights, too")
-    reader.take("modules_to_save", list, [])
+    saved = reader.take("modules_to_save", list, [])
     stabilised = reader.take("use_rslora", bool, False)
     base, transposed = reader.take("base_model_name_or_path", str, ""), reader.take("fan_in_fan_out", bool, False)
     reader.seen |= {*_WITHOUT_EFFECT}
@@ -110,7 +112,8 @@ def open_adapter(config: Path) -> PeftAdapter:
     if reader.problems:
         way = "merge it into its base with peft, merge_and_unload() and save_pretrained(DIR), and import DIR"
         raise CheckpointError("\n".join([*(f"{config}: {each}" for each in reader.problems), way]))
-    return PeftAdapter(config, base, rank, alpha, ranks, alphas, stabilised, transposed, _weights(config.parent))
+    weights = _weights(config.parent)
+    return PeftAdapter(config, base, rank, alpha, ranks, alphas, stabilised, transposed, [*map(str, saved)], weights)
 
 
 def _pattern(reader: ConfigReader, name: str, kind: type) -> Mapping[str, Any]:
@@ -220,6 +223,9 @@ class AdaptedFiles(Reader):
     def _differences(self) -> Iterator[str]:
         """Yields adapters without one of their two matrices, and shapes that do not fit."""
         there = self.adapter.weights.tensors
+        for module in self.adapter.saved:  # PEFT passes over those that the base does not have
+            if _has(self.manifest, module) and not _has(self.adapter.weights, module):
+                yield f"{self._file}: no tensor of {module}, which modules_to_save of {self.adapter.config.name} names"
         for name, stored in self._whole.items():
             if there[stored].shape != self.manifest.tensors[name].shape:
                 yield f"{self._file}: tensor {stored} {there[stored].shape} does not fit {self._shape(name)}"
@@ -237,3 +243,8 @@ class AdaptedFiles(Reader):
 
     def _shape(self, name: str) -> str:
         return f"{name} {self.manifest.tensors[name].shape} of {self.manifest.path}"
+
+
+def _has(weights: Manifest, module: str) -> bool:
+    """Returns whether there are tensors, besides those of LoRA, of a module of this name."""
+    return any(f".{module}." in f".{name}" for name in weights.tensors if ".lora_" not in name)

@@ -14,11 +14,13 @@ from phalanx.blocks.parameters import count
 from phalanx.check.model import BOUNDS
 from phalanx.config.cluster import Accelerator, Cluster, Link
 from phalanx.config.clusters import ACCELERATORS, CLUSTERS, MACHINES, MEMORY_TOLERANCE
-from phalanx.config.layout import Layout, Recompute
+from phalanx.config.layout import Layout
 from phalanx.config.model import ModelConfig
 from phalanx.config.precision import Products
 from phalanx.config.values import yaml_data
+from phalanx.errors import JobError
 from phalanx.nearest import did_you_mean
+from phalanx.partition import derived
 from phalanx.partition.derived import Batch
 from phalanx.registry import OWN
 from phalanx.schedule import catalogue
@@ -497,7 +499,7 @@ def layout_of(cells: Cells, model: ModelConfig, cluster: Cluster, framework: str
     layout = _degrees(cells, model, cluster, framework, devices)
     if layout is None:
         return None
-    layout = replace(layout, recompute=_recompute(cells, cluster, framework))
+    layout = derived.with_modes(layout, _recompute(cells, model.n_layers, cluster, framework))
     layout = _tensor(cells, model, framework, layout)
     batch = _batch(cells, cluster, layout)
     if batch is None:
@@ -640,8 +642,22 @@ def _group(cells: Cells, cluster: Cluster, layout: Layout) -> int:
     return 0
 
 
-def _recompute(cells: Cells, cluster: Cluster, framework: str) -> Recompute:
+def _recompute(cells: Cells, n_layers: int, cluster: Cluster, framework: str) -> tuple[derived.Mode, ...]:
+    """Returns the recomputation of every layer: by the row's words, by those of a layout, or by the program's habit."""
     text = cells.text("recompute").lower()
+    if "*" in text:
+        try:
+            return derived.modes(text, n_layers)
+        except JobError as error:
+            cells.problem(f"recompute: {error}")
+            return ("none",) * n_layers
+    return (_recompute_of_all(cells, text, cluster, framework),) * n_layers
+
+
+def _recompute_of_all(cells: Cells, text: str, cluster: Cluster, framework: str) -> derived.Mode:
+    text = "mlp" if text == "selective (mlp)" else text
+    if text in derived.MODES:
+        return text
     if cells.raw("recompute") in ("no", "none", "false", "0", "off"):
         return "none"
     if re.search("full|yes|true|^1$|every layer|block", text):
@@ -652,8 +668,8 @@ def _recompute(cells: Cells, cluster: Cluster, framework: str) -> Recompute:
             return "none"
         return "selective"
     if text:
-        known = ("none", "selective", "full")
-        cells.problem(f"recompute: {text!r} is unknown; known: {', '.join(known)}{did_you_mean(text, known)}")
+        known = f"{', '.join(derived.MODES)}, or runs of layers such as 8*full+24*none"
+        cells.problem(f"recompute: {text!r} is unknown; known: {known}{did_you_mean(text, derived.MODES)}")
         return "none"
     mode, because = habits(framework).get("recompute", ("none", ""))
     if mode == "script":

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
@@ -200,7 +199,7 @@ def test_layers_that_differ_where_the_kind_has_one_window(full: int):
 
 
 def test_the_language_model_of_gemma_3_with_images():
-    values: dict[str, Any] = {
+    values = {
         "architectures": ["Gemma3ForConditionalGeneration"],
         "model_type": "gemma3",
         "text_config": {
@@ -220,11 +219,6 @@ def test_the_language_model_of_gemma_3_with_images():
     found = config_json.read(values)
     assert found.in_images
     assert not config_json.differences(found.model, PRESETS["gemma3-27b"])
-    assert config_json.read(values | {"tie_word_embeddings": True}).model == found.model
-    for inner in ({}, {"tie_word_embeddings": True}):
-        text = {**values["text_config"], **inner}
-        with pytest.raises(JobError, match="tie_word_embeddings is false, and in text_config true: programs differ"):
-            config_json.read({**values, "text_config": text, "tie_word_embeddings": False})
 
 
 @pytest.mark.parametrize(
@@ -300,6 +294,23 @@ def test_the_language_model_beside_images_is_of_its_own_kind():
         inner = config_json.write(PRESETS[preset], kind)[1]
         found = config_json.read({"model_type": "mistral3", "text_config": inner, "vision_config": {}})
         assert (found.family.model_type, found.in_images) == (kind, True)
+
+
+def test_growing_queries_have_a_rate_where_positions_are_given():
+    """Without one transformers fails, with positions of its own it takes 0.1."""
+    values = config_json.write(PRESETS["ministral3-8b"], "ministral3")[1]
+    for name in ("llama_4_scaling_beta", "original_max_position_embeddings"):
+        rope = {key: value for key, value in values["rope_parameters"].items() if key != name}
+        with pytest.raises(JobError, match=f"rope_parameters.{name} is missing"):
+            config_json.read(values | {"rope_parameters": rope})
+    del values["rope_parameters"]
+    assert config_json.read(values).model.query_growth.rate == 0.1
+
+
+def test_double_mlps_without_layers_that_share_keys_are_none():
+    model = replace(PRESETS["gemma4-e2b"], shared_keys=0)
+    assert model.double_mlp
+    assert config_json.write(model)[0].model_type == "gemma4_text"
 
 
 def test_longrope_is_read_as_the_way_of_short_texts():
@@ -466,3 +477,17 @@ def test_fields_of_published_files_that_say_nothing_new(name: str, more: dict, w
     for field, value in wrong.items():
         with pytest.raises(JobError, match=f"{field} is "):
             config_json.read(values | {field: value})
+
+
+@pytest.mark.parametrize("inside", [None, True, False])
+def test_a_model_that_reads_images_has_the_tied_head_of_its_outer_field(inside: bool | None) -> None:
+    """As in transformers 5.23, whose module for images and text has the head."""
+    inner = {"model_type": "gemma3_text"} | ({} if inside is None else {"tie_word_embeddings": inside})
+    for outside in (True, False):
+        values = {"model_type": "gemma3", "text_config": inner, "tie_word_embeddings": outside}
+        if inside in (None, outside):
+            assert config_json.read(values).model.tied is outside
+            continue
+        with pytest.raises(JobError, match="tie_word_embeddings is .*, and that of text_config .*: programs differ"):
+            config_json.read(values)
+        assert config_json.read(values, ["tie_word_embeddings"]).model.tied is inside

@@ -348,14 +348,15 @@ def job(tmp_path):
 
 
 def train(ranks, job: Job, stop_at: int = -1, poison: bool = False):
-    """Train; `stop_at` acts as if a signal came to the last rank before that call for gradients."""
+    """Train; `stop_at` acts as if a signal came to the last rank before that call for gradients, or to both of two that
+    train asynchronously: either may take most of the steps."""
     stop = StopRequest()
     trainer = loop.Trainer(job, ranks, torch.device("cpu"), stop)
     stepper, calls = trainer.stepper, iter(range(1000))
     real = stepper.gradients
 
     def gradients(*args):
-        if next(calls) == stop_at and ranks.rank == ranks.world - 1:
+        if next(calls) == stop_at and (ranks.rank == ranks.world - 1 or job.layout.sync == "asp"):
             stop.signal = signal.SIGTERM
         loss = real(*args)
         if poison and ranks.rank == 1 and trainer.state.step >= 4:

@@ -6,6 +6,7 @@ import copy
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, fields, is_dataclass, replace
 from math import isclose
 from pathlib import Path
@@ -235,15 +236,20 @@ def _read(values: Mapping[str, Any]) -> HuggingFaceModel:
     if family.inside and values.get("model_type") == family.inside_of:
         outer = source
         source = outer.inside(family.inside)
-        outer.seen.add("tie_word_embeddings")
         if source.holds("model_type") and READ.get(str(source.raw("model_type"))) is not family:
             source.problem("model_type", f"is {shown(source.raw('model_type'))}, supported: {family.model_type}")
     ours: Fields = dict(family.kind)
     for term in family.terms:
         term.read(source, ours)
-    if outer and outer.holds("tie_word_embeddings") and outer.raw("tie_word_embeddings") != ours.get("tied"):
-        text = f"is {shown(outer.raw('tie_word_embeddings'))}, and in {family.inside} {shown(ours.get('tied'))}"
-        outer.problem("tie_word_embeddings", f"{text}: programs differ in which of the two they take")
+    if outer and outer.holds("tie_word_embeddings"):
+        tied = outer.take("tie_word_embeddings", bool, False)
+        if source.holds("tie_word_embeddings") and ours["tied"] != tied:
+            outer.problem(
+                "tie_word_embeddings",
+                f"is {shown(tied)}, and that of {family.inside} {shown(ours['tied'])}: programs differ in which of the "
+                f"two they take; {FIELD}=[tie_word_embeddings] takes the latter",
+            )
+        ours["tied"] = tied
     ours["init_std"] = source.take("initializer_range", float, ModelConfig.init_std)
     if ours["init_std"] < 0:
         source.problem("initializer_range", f"is {ours['init_std']:g}, expected at least 0")
@@ -282,14 +288,15 @@ def _not_taken(source: ConfigReader) -> Iterator[str]:
         yield "auto_map: the folder's own code is not run; the model is that of its model_type"
 
 
-def write(model: ModelConfig, model_type: str = "") -> tuple[ConfigFamily, Fields]:
+def write(model: ModelConfig, model_type: str = "", *, first: str = "") -> tuple[ConfigFamily, Fields]:
     """Returns the family that says all of a model, and its config.json without types of numbers and tokens: that of
-    `model_type` if given, else the first.
+    `model_type` if given, else the first, of which that of model type `first` is tried before the others.
 
     Raises JobError if no family does: it names the fields that the nearest one cannot express."""
     nearest: tuple[bool, list[str], str] | None = None
     main, modules = model.main, f"mtp {model.mtp} would be 0: it has no names for modules for further tokens"
-    for family in (TRAINED[model_type],) if model_type else families.TRAINED_FAMILIES:
+    every = sorted(families.TRAINED_FAMILIES, key=lambda family: family.model_type != first)
+    for family in (TRAINED[model_type],) if model_type else every:
         values = {"architectures": [family.architecture], "model_type": family.model_type}
         values |= written(family.terms, main)
         if model.reward:
@@ -360,6 +367,7 @@ def plain(model: ModelConfig) -> ModelConfig:
         sparse=replace(model.sparse, dense_warmup=False, index_loss=default.sparse.index_loss)
         if model.sparse.top_k
         else default.sparse,
+        double_mlp=model.double_mlp and model.shared_keys > 0,
         delta=model.delta if "delta" in model.attention.split(",") else DeltaNet(),
         attention_scale=0.0
         if isclose(model.attention_scale, model.head_size**-0.5, rel_tol=1e-12)
@@ -413,6 +421,13 @@ def _paths(value: Any, prefix: str = "") -> list[str]:
         path = f"{prefix}{field.name}"
         found += _paths(inner, f"{path}.") if is_dataclass(inner) else [path]
     return found
+
+
+def model_type_of(values: Mapping[str, Any]) -> str:
+    """Returns the model type of the language model that a config.json describes; nothing if none is read."""
+    with suppress(JobError):
+        return _family(values).model_type
+    return ""
 
 
 def _family(values: Mapping[str, Any]) -> ConfigFamily:
