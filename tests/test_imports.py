@@ -42,7 +42,7 @@ MOST_LINES = {
     "dryrun": 2719,
     "evaluate": 690,
     "exchange": 2661,
-    "foreign": 4724,
+    "foreign": 4726,
     "generate": 1712,
     "graph": 2140,
     "launch": 8325,
