@@ -246,3 +246,9 @@ def test_accumulation_without_a_batch_asks_for_one(tmp_path, capsys):
     for batch in ("train.global_batch=32", "layout.micro_batch=1"):
         assert main([*words, batch]) == 0
         assert "global batch 32 = micro-batch 1 × accumulation 4" in capsys.readouterr().out
+
+
+def test_nodes_without_their_devices_are_those_of_the_machine(script, capsys):
+    Path(script).write_text(SCRIPT.replace("--nproc_per_node 8", "--nproc_per_node gpu"))
+    assert main(["predict", "--from", script, "cluster=dgx-h100"]) == 0
+    assert "on 16 × h100-80gb" in capsys.readouterr().out

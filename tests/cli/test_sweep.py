@@ -102,3 +102,15 @@ def test_exit_codes(capsys):
 def test_bad_words(texts, said):
     with pytest.raises(JobError, match=said):
         fields_of(texts)
+
+
+@pytest.mark.parametrize(
+    "words", [["predict", "--svg", "x.svg"], ["plan", "--svg", "x.svg"], ["predict", "--sweep", "tp=1,2"]]
+)
+def test_a_printed_job_writes_no_file_and_predicts_nothing(words, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert (
+        main([*words, "model=tiny", "model.vocab_size=64", "cluster=dgx-h100", "dp_replicate=8", "--print-config"]) == 2
+    )
+    assert f"{words[1]} has no effect beside --print-config" in capsys.readouterr().err
+    assert not [*tmp_path.iterdir()]

@@ -326,3 +326,31 @@ def test_arguments_before_the_first_option_are_not_lost(tmp_path):
     lost = script(tmp_path, text=GPT.replace("pretrain_gpt.py", "pretrain_gpt.py ${BASE/a/b}"))
     assert [each.name for each in lost.unknown] == ["arguments"]
     assert script(tmp_path, text=GPT.replace("pretrain_gpt.py", "pretrain_gpt.py $@ $EXTRA")).unknown == ()
+
+
+@pytest.mark.parametrize(
+    ("launcher", "nodes", "each"),
+    [
+        ("deepspeed --num_gpus 4 --num_nodes=2", "2", "4"),
+        ("srun --nodes=4 --ntasks-per-node=8 python", "4", "8"),
+        ("srun -N 4 -n 32 python", "4", "8"),
+        ("srun -N 4 -n 4 torchrun --nproc_per_node 8", "4", "8"),
+        ("mpirun -np 64 python", "8", "8"),
+        ("accelerate launch --num_processes 16 --num_machines 2", "2", "8"),
+        ("#SBATCH -N 2-4\n#SBATCH --gres=gpu:h100:8\nsrun python", "4", "8"),
+        ("#SBATCH --gpus-per-node=8\ntorchrun --nproc_per_node 4 --nnodes 2", "2", "4"),
+        ("taskset -n 3 python", None, None),
+    ],
+)
+def test_launchers_say_how_many_devices_there_are(tmp_path, launcher, nodes, each):
+    text = GPT.replace("torchrun --nproc_per_node $GPUS_PER_NODE --nnodes $NNODES", launcher)
+    theirs = script(tmp_path, text=text)
+    found = settings(theirs)
+    assert (found.get("cluster.nodes"), found.get("cluster.devices_per_node")) == (nodes, each)
+    assert theirs.unknown == ()
+
+
+def test_processes_that_nodes_do_not_share_evenly_are_refused(tmp_path):
+    text = GPT.replace("torchrun --nproc_per_node $GPUS_PER_NODE --nnodes $NNODES", "srun -N 3 -n 32 python")
+    with pytest.raises(JobError, match="-n: 32 processes on 3 nodes"):
+        script(tmp_path, text=text)

@@ -63,6 +63,8 @@ def put_below(path: Path, ignored: Sequence[str], line: CommandLine, *, needs_cl
     )
     if preset is not None:
         if isinstance(preset.text, str) and ":" not in preset.text and preset.text in CLUSTERS:
+            stated = nodes if any(each.path == "cluster.nodes" for each in cluster) else 0
+            devices = devices or (CLUSTERS[preset.text].devices_per_node if stated else 0)
             settings += _sized(preset.text, nodes * devices, cluster)
     elif not line.files:
         settings += cluster

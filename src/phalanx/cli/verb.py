@@ -399,6 +399,13 @@ class Verb:
         from phalanx.check.load import as_dict, as_yaml, load_words, repeated
 
         words, line = self.command_line(argv)
+        if "print_config" in line.switches:
+            idle = (
+                each
+                for each in sorted(words.stated - {*FROM})
+                if each == "sweep" or self.commands[WHOLE].options[each].value == "FILE"
+            )
+            line.problems += [f"{flag_of(each)} has no effect beside --print-config" for each in idle]
         if twice := [*repeated(line.settings)]:
             raise JobError([*line.problems, *twice])
         theirs = before = None

@@ -573,9 +573,11 @@ def plain_value(node: yaml.ScalarNode) -> Any:
         kind = "float"
     if kind in ("null", "bool"):
         return None if kind == "null" else text.lower() in values.TRUE
-    if kind == "int" and (meant := values.leading_zero(text)):
-        return Unresolved(text, f"programs read it differently: {meant}")
     try:
+        if kind == "int" and (meant := values.leading_zero(text)):
+            plain = text.replace("_", "")
+            same = int(plain) == int(plain, 8)
+            return int(plain) if same else Unresolved(text, f"programs read it differently: {meant}")
         return int(text.replace("_", ""), 0) if kind == "int" else float(text) if kind == "float" else text
     except ValueError:
         return text

@@ -17,6 +17,18 @@ from phalanx.foreign.shell import Script, ScriptWord
 
 TORCHRUN = {"nproc-per-node": "nproc_per_node", "nnodes": "nnodes", "ntasks-per-node": "nproc_per_node"}
 """Options of torchrun and Slurm that say how many processes there are."""
+_NODES, _EACH, _ALL = "nnodes", "nproc_per_node", "processes"
+_LAUNCHERS: dict[str, dict[str, str]] = {
+    "torchrun": {},
+    "deepspeed": {"--num-nodes": _NODES, "--num-gpus": _EACH},
+    "accelerate": {"--num-machines": _NODES, "--num-processes": _ALL},
+    "srun": {"--nodes": _NODES, "-N": _NODES, "--ntasks": _ALL, "-n": _ALL},
+    "mpirun": {"-n": _ALL, "-np": _ALL, "--np": _ALL, "-npernode": _EACH, "--npernode": _EACH, "-ppn": _EACH},
+}
+_LAUNCHERS["mpiexec"] = _LAUNCHERS["mpirun"]
+"""Options of launchers for the nodes, the processes per node, and all processes."""
+_GPUS = re.compile(r"--(?:gpus-per-node|gres)[= ](?:gpu:)?(?:[\w.-]+:)?([0-9]+)\b")
+"""Slurm's accelerators of a node."""
 _OPTION = re.compile(r"--([A-Za-z][\w-]*)(?:=(.*))?", re.DOTALL)
 _OTHER_MODELS = re.compile("t5|bert|ict|vision|retro|vlm|multimodal|mimo|dino|rl|classif", re.IGNORECASE)
 _MARKS = {"num_layers", "hidden_size", "tensor_model_parallel_size", "micro_batch_size", "num_attention_heads"}
@@ -50,10 +62,14 @@ def parse_script(source: Source) -> Sequence[Stated]:
         lost.append(("program", program, "this program trains another kind of model than a GPT"))
     known = {each.name for each in stated}
     for number, row in script.comments:
-        for name, value in re.findall(r"--?([\w-]+)[= ]([0-9]+)\b", row):
+        for name, least, most in re.findall(r"--?([\w-]+)[= ]([0-9]+)(?:-([0-9]+))?\b", row):
+            value = most or least
             ours = "nnodes" if name in ("nodes", "N") else TORCHRUN.get(name, "")
             if ours and ours not in known:
                 stated.append(Stated(ours, value, number, value, label=f"--{name}"))
+    if not {_EACH, _ALL} & {each.name for each in stated}:
+        for number, row in script.comments:
+            stated += [Stated(_EACH, each[1], number, each[1], label="#SBATCH") for each in _GPUS.finditer(row)]
     lost += [("source", each, "another script is not read") for each in script.sourced]
     lost += [("arguments", each, each.why) for each in _loose(words)]
     lost += [("eval", each, "the text that it runs does not follow from the file") for each in script.evaluated]
@@ -104,7 +120,7 @@ def _options(words: Sequence[ScriptWord]) -> list[Stated]:
     """Returns the options among words, with the words after each as its values. Those before the program are the
     launcher's."""
     script = next((n for n, word in enumerate(words) if re.search(r"\.py$", word.text)), -1)
-    found, place = list[Stated](), 0
+    found, place = _launcher(words[: max(script, 0)]), 0
     while place < len(words):
         option = _OPTION.fullmatch(words[place].text)
         at, place = place, place + 1
@@ -121,6 +137,26 @@ def _options(words: Sequence[ScriptWord]) -> list[Stated]:
             continue  # the launcher's, such as --container-image
         name = TORCHRUN.get(option[1].replace("_", "-"), option[1].replace("-", "_"))
         found.append(_stated(name, f"--{option[1]}", option[2], words[at], values))
+    return found
+
+
+def _launcher(words: Sequence[ScriptWord]) -> list[Stated]:
+    """Returns the numbers of nodes and processes that the words before a program give launchers. All processes are
+    those of the last launcher: one before it starts it, and not the program."""
+    found, options = list[Stated](), dict[str, str]()
+    known = [n for n, word in enumerate(words) if word.text.rpartition("/")[2] in _LAUNCHERS]
+    for place, word in enumerate(words):
+        if place in known:
+            options = _LAUNCHERS[word.text.rpartition("/")[2]]
+        flag, equals, joined = word.text.partition("=")
+        flag = flag.replace("_", "-")
+        name = options.get(flag, "")
+        if not name or (name == _ALL and known[-1:] > [place]):
+            continue
+        value = word if equals else words[place + 1] if place + 1 < len(words) else word
+        text = joined if equals else value.text
+        line, shown = value.place
+        found.append(Stated(name, Unresolved(text, value.why) if value.why else text, line, shown, label=flag))
     return found
 
 
@@ -167,9 +203,16 @@ def launched(fields: Fields) -> None:
     """Sets the cluster's nodes and devices from torchrun's or Slurm's options."""
     nodes, each = fields.take("nnodes", str, ""), fields.take("nproc_per_node", str, "")
     nodes = nodes.partition(":")[2] or nodes  # torchrun's MIN:MAX
+    if total := fields.take("processes", int, 0):
+        count = int(nodes) if nodes.isdigit() else total // int(each) if each.isdigit() and int(each) else 0
+        count = count or -(-total // 8)
+        if total % count:
+            text = f"{total} processes on {count} nodes are not the same number on each"
+            fields.problems.append(f"{fields.origin('processes')}: {text}")
+        nodes, each = str(count), str(total // count)
     for name, text, path in (("nnodes", nodes, "cluster.nodes"), ("nproc_per_node", each, "cluster.devices_per_node")):
         if text.isdigit():
-            fields.set(path, int(text), name)
+            fields.set(path, int(text), (name, "processes"))
         elif text:
             fields.leave(name, "the number of devices is the cluster's", affects=False)
     if devices := fields.first("world_size", "num_gpus"):

@@ -188,6 +188,16 @@ def test_deepseek_with_stretched_positions():
     assert count(found.model) == count(PRESETS["deepseek-v3"])
 
 
+@pytest.mark.parametrize("full", [1, 4])
+def test_layers_that_differ_where_the_kind_has_one_window(full: int):
+    values = config_json.write(PRESETS["mistral-7b"])[1] | {"num_hidden_layers": 4, "sliding_window": 128}
+    kinds = ["sliding_attention"] * (4 - full) + ["full_attention"] * full
+    with pytest.raises(JobError, match="layer_types holds full_attention, and transformers gives every layer"):
+        config_json.read(values | {"layer_types": kinds})
+    assert config_json.read(values | {"layer_types": ["sliding_attention"] * 4}).model.full_every == 0
+    assert not config_json.read(values | {"layer_types": ["full_attention"] * 4, "sliding_window": None}).model.window
+
+
 def test_the_language_model_of_gemma_3_with_images():
     values = {
         "architectures": ["Gemma3ForConditionalGeneration"],

@@ -548,7 +548,7 @@ class Windows:
     switch: str = ""
     """A field without which sliding_window has no effect: use_sliding_window."""
     layers: bool = True
-    """Writes layer_types."""
+    """Writes layer_types, which transformers reads in this kind."""
     pattern: bool = False
     """transformers reads sliding_window_pattern where there are no layer_types."""
 
@@ -579,6 +579,9 @@ class Windows:
             return
         if unknown := [kind for kind in kinds if kind not in (FULL, SLIDING)]:
             source.problem("layer_types", f"holds {shown(unknown[0])}, supported: {FULL}, {SLIDING}")
+        elif fields["window"] and not self.layers and {*kinds} != {SLIDING}:
+            text = f"holds {FULL}, and transformers gives every layer of this kind the sliding_window: programs differ"
+            source.problem("layer_types", f"{text}; supported: {SLIDING} for every layer, or no sliding_window")
         elif SLIDING not in kinds:
             fields["window"] = fields["full_every"] = 0
         elif not fields["window"]:
