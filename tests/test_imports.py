@@ -36,7 +36,7 @@ MOST_LINES = {
     "checkpoint": 4168,
     "cli": 7791,
     "comm": 2139,
-    "config": 6791,
+    "config": 6781,
     "cost": 7771,
     "data": 7118,
     "dryrun": 2719,
