@@ -229,6 +229,14 @@ def test_what_is_wrong_is_named_and_nothing_is_left(folder: Path, out: Path, nam
     assert not list(out.parent.iterdir())
 
 
+def test_a_missing_file_of_several_is_named_where_its_tensors_are_needed(folder: Path, out: Path):
+    write_folder(folder, files=3)
+    (folder / "model.safetensors.index.json").unlink()
+    (folder / "model-00002-of-00003.safetensors").unlink()
+    with pytest.raises(CheckpointError, match="say that there are more: model-00002-of-00003.safetensors"):
+        import_folder([folder], out)
+
+
 def test_a_tokenizer_with_more_tokens_than_rows_is_refused(folder: Path, out: Path):
     write_folder(folder, replace(LLAMA, vocab_size=270), tokens=280)
     with pytest.raises(CheckpointError, match=r"tokenizer.json: the tokenizer has \d+ tokens, .* 270 rows"):
