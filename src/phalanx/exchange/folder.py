@@ -114,6 +114,8 @@ def open_folder(paths: Sequence[Path], ignored: Sequence[str] = (), base: Path |
     if config is None:
         is_run = (paths[0] / "config.yaml").exists()
         own = "; it is a run already: model.from, generate and export take it" * is_run
+        if gguf := next((file for file in files if file.suffix == ".gguf"), None):
+            own = f"; {gguf} is imported by its own name"
         raise CheckpointError(f"{', '.join(map(str, paths))}: there is no {CONFIG}, which describes the model{own}")
     try:
         described = config_json.read_file(config, ignored)
