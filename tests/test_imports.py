@@ -38,7 +38,7 @@ MOST_LINES = {
     "comm": 2139,
     "config": 6761,
     "cost": 7771,
-    "data": 7132,
+    "data": 7186,
     "dryrun": 2719,
     "evaluate": 690,
     "exchange": 2671,

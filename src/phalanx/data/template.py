@@ -490,7 +490,17 @@ class ChatPrompts:
                 if message[name] and name not in self.template.source:
                     raise ValueError(f"messages[{number}].{name[:100]} is not written by the model's chat template")
         with self._lock:
-            return self._renderer.prompt(messages)
+            text = self._renderer.prompt(messages)
+            for number, message in enumerate(messages):
+                content = message.get("content")
+                if message["role"] != ANSWERS and isinstance(content, str) and content.strip() not in text:
+                    others = [*messages[:number], {**message, "content": f"{content}\ufdd0"}, *messages[number + 1 :]]
+                    if self._renderer.prompt(others) == text:
+                        raise ValueError(
+                            f"messages[{number}].content is not written by the model's chat template, which passes "
+                            f"over messages of the role {message['role'][:100]!r} there"
+                        )
+            return text
 
     def encode(self, text: str) -> list[int]:
         """Returns the tokens of such a text, in which special tokens are themselves. Raises DataError as the
