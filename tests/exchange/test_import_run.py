@@ -214,6 +214,14 @@ BAD = {
     "gguf": (lambda f: (f / "model.safetensors").rename(f / "m.gguf"), "m.gguf is imported by its own name"),
     "index outside": (lambda f: _index(f, {"weight_map": {"a": "../b.safetensors"}}), "not there: ../b.safetensors"),
     "tokenizer": (lambda f: (f / "tokenizer.json").write_text("{}"), "tokenizer.json: the tokenizers library cannot"),
+    "ends": (
+        lambda f: (f / "generation_config.json").write_text('{"eos_token_id": [2, "</s>"]}'),
+        r"generation_config.json cannot be read: eos_token_id is \[2, '</s>'\], expected the number of a token",
+    ),
+    "small list": (
+        lambda f: (f / "special_tokens_map.json").write_text("[]"),
+        "special_tokens_map.json cannot be read",
+    ),
     "small file": (lambda f: (f / "tokenizer_config.json").write_text("{"), "tokenizer_config.json cannot be read"),
 }
 
