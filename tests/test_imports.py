@@ -41,7 +41,7 @@ MOST_LINES = {
     "data": 7186,
     "dryrun": 2719,
     "evaluate": 690,
-    "exchange": 2676,
+    "exchange": 2685,
     "foreign": 4471,
     "generate": 1719,
     "graph": 2140,
