@@ -224,3 +224,25 @@ def test_a_file_that_is_not_read_is_named_by_from(tmp_path, capsys):
     assert "is a configuration of LLaMA-Factory, which Phalanx does not read" in " ".join(
         capsys.readouterr().err.split()
     )
+
+
+def test_problems_that_follow_from_what_is_missing_are_not_told(script, capsys):
+    text = Path(script).read_text().replace("--nproc_per_node 8 --nnodes 2", "")
+    Path(script).write_text(text)
+    assert main(["predict", "--from", script, "train.steps=1.5"]) == 2
+    found = capsys.readouterr().err
+    assert found.count("\n  ") == 2
+    assert "does not say which machine" in found
+    assert "train.steps=1.5" in found
+
+
+def test_accumulation_without_a_batch_asks_for_one(tmp_path, capsys):
+    path = tmp_path / "a.yaml"
+    path.write_text("distributed_type: FSDP\nnum_processes: 8\nmixed_precision: bf16\ngradient_accumulation_steps: 4\n")
+    words = ["predict", "--from", str(path), "cluster=dgx-h100", "model=tiny", "model.vocab_size=256"]
+    assert main(words) == 2
+    message = "the batch that is accumulated is missing: set layout.micro_batch or train.global_batch"
+    assert capsys.readouterr().err.strip() == f"phalanx: {path}: {message}"
+    for batch in ("train.global_batch=32", "layout.micro_batch=1"):
+        assert main([*words, batch]) == 0
+        assert "global batch 32 = micro-batch 1 × accumulation 4" in capsys.readouterr().out

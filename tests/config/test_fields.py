@@ -234,6 +234,8 @@ def test_accepted(text, kind, value):
         ("x", float, "expected a number, found 'x'"),
         ("nan", float, "expected a number, found 'nan'"),
         ("inf", int, "expected a whole number, found 'inf'"),
+        ("0_12", int, "expected a whole number, found '0_12': write 12 without the leading 0, or 10 as octal"),
+        ("-08", float, "expected a number, found '-08': write -8 without the leading 0"),
         ("maybe", bool, "expected true or false, found 'maybe'"),
         ("cosin", Schedule, "expected one of cosine, linear, found 'cosin'; did you mean cosine?"),
         ("1", tuple[float, float], "expected 2 values, found 1"),

@@ -369,8 +369,9 @@ def test_one_device_needs_no_links(file):
 def test_mistyped_names_find_it(file):
     with pytest.raises(JobError, match=r"did you mean local:4\?"):
         cluster_of("locl:4")
-    with pytest.raises(JobError, match="'local:x': after the colon comes the number of nodes"):
-        cluster_of("local:x")
+    for wrong in ("local:x", "local:02"):
+        with pytest.raises(JobError, match=f"'{wrong}': after the colon comes the number of nodes"):
+            cluster_of(wrong)
 
 
 # A CPU node with another number of processes than it was measured with.

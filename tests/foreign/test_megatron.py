@@ -300,3 +300,29 @@ def test_framework_names_are_known(tmp_path):
 def test_more_tokens_than_positions_are_refused_as_megatron_refuses_them(tmp_path):
     with pytest.raises(JobError, match="1,024 positions for sequences of 2,048 tokens.*nearest: 2048"):
         script(tmp_path, "--max-position-embeddings 1024")
+
+
+@pytest.mark.parametrize(
+    ("before", "more", "name"),
+    [
+        ("MORE_ARGS=$(cat args)\n", "$MORE_ARGS", "--vocab-size"),
+        ('eval "$(cat env)"\n', "", "eval"),
+        ("[ -f a.sh ] && . ./a.sh\n", "", "source"),
+        ("exit 0\n", "", "command"),
+    ],
+)
+def test_a_script_that_does_more_than_is_read_says_so(tmp_path, before, more, name):
+    text = GPT.replace("GPUS_PER_NODE=8\n", f"GPUS_PER_NODE=8\n{before}")
+    assert name in [each.name for each in script(tmp_path, more, text).unknown]
+
+
+@pytest.mark.parametrize("more", ["--fp8-format hybrid --fp4-format e2m1", "--train-iters 10 --train-samples 1280"])
+def test_what_megatron_refuses_together(tmp_path, more):
+    with pytest.raises(JobError, match="exclude each other"):
+        script(tmp_path, more)
+
+
+def test_arguments_before_the_first_option_are_not_lost(tmp_path):
+    lost = script(tmp_path, text=GPT.replace("pretrain_gpt.py", "pretrain_gpt.py ${BASE/a/b}"))
+    assert [each.name for each in lost.unknown] == ["arguments"]
+    assert script(tmp_path, text=GPT.replace("pretrain_gpt.py", "pretrain_gpt.py $@ $EXTRA")).unknown == ()

@@ -104,3 +104,61 @@ def test_arithmetic():
 def test_a_script_that_grows_without_bound_is_refused():
     with pytest.raises(ValueError, match="more than|million"):
         run_through("A=xxxxxxxxxx\n" + "A=$A$A$A$A$A$A$A$A$A$A\n" * 12)
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("((T*=2))", "((…)) on line 2 changes it"),
+        ("if (( T++ > 2 )); then echo; fi", "((…)) on line 2 changes it"),
+        ("X=$((T++))", "$((…)) on line 2 changes it"),
+        ("let T=2", "let on line 2 changes it"),
+        ('eval "T=8"', "eval on line 2 sets it"),
+        ("for ((T=1; T<4; T++)); do echo; done", "loop"),
+        ("for a in 1; do ((T++)); done", "((…)) on line 2 changes it"),
+        ("printf -v T %d 8", "printf on line 2 writes it"),
+        ("mapfile -t T < file", "as the script runs"),
+        ("while getopts t: T; do echo; done", "as the script runs"),
+        ("declare -n R=T", "makes a reference"),
+        ("declare -i T; T=T+1", "declared as a whole number"),
+        ('[ -z "$X" ] && { T=2; }', "depends on the command before it"),
+        ("T[0]=2", "one of its items"),
+        ("f() { ((T=8)); }; T=4; f", "((…)) on line 2 changes it"),
+        ("f() { T=8; }; T=4; if f; then echo; fi", "the function f, called on line 2, sets it"),
+    ],
+)
+def test_what_changes_a_variable_out_of_sight_makes_it_unresolved(text, why):
+    assert why in run_through(f"T=4\n{text}\nrun $T\n").commands[-1][1].why
+
+
+def test_what_changes_no_variable_leaves_it():
+    harmless = '( T=8 )\necho $((T*2))\nf() { echo; }\nf\neval "echo a=b"\n(( X = T == 4 ))\n[ $T == 4 ]\n'
+    assert words(f"T=4\n{harmless}: ${{P:=2}}\nrun $T $P") == ["run", "4", "2"]
+
+
+def test_what_stands_behind_the_end_of_a_script_is_doubtful():
+    script = run_through("T=4\nif [ $# -lt 1 ]; then exit 1; fi\n(exit 0)\nrun --x 1\nexit 0\nT=8\nrun --x 2\n")
+    assert [words[2].text for words, why in script.doubtful if why.startswith("exit on line 5")] == ["2"]
+    assert [word.text for word in script.commands[-2]] == ["run", "--x", "1"]
+
+
+@pytest.mark.parametrize(("end", "value"), [("<<'EOF'", "$T"), ("<<EOF", "\\$T")])
+def test_a_script_in_a_here_document_has_variables_of_its_own(end, value):
+    word = run_through(f"T=4\nsbatch {end}\nT=8\nrun {value}\nEOF\n").commands[-1][-1]
+    assert "here document" in word.why
+    assert words("T=4\nsbatch <<EOF\nrun $T\nEOF\n")[-1] == "4"
+
+
+def test_what_eval_runs_is_known_or_said():
+    script = run_through('A="run --x 1"\neval $A\neval "$(conda shell.bash hook)"\neval $UNSET\neval "$(cat env)"\n')
+    assert [word.text for word in script.evaluated] == ["$(cat env)"]
+    sourced = run_through("[ -f env.sh ] && source env.sh\nsource venv/bin/activate\n. /etc/profile\n").sourced
+    assert [word.text for word in sourced] == ["env.sh"]
+
+
+def test_arguments_of_a_function_are_not_those_of_the_script():
+    run = run_through('f() { run --x 1 "$@"; }\nf --y 2\nrun $@\n')
+    assert [(command[0].text, command[-1].why) for command in run.commands if command[0].text == "run"] == [
+        ("run", "it is an argument of a function"),
+        ("run", "it is an argument of the script"),
+    ]

@@ -495,11 +495,40 @@ def test_accelerate_compiles_only_with_a_compiler(tmp_path):
     [
         ("batch_size: 16", "batch_size and gradient_accumulation_steps exclude each other"),
         ("warmup_steps: 1\nwarmup_ratio: 0.1", "warmup_steps and warmup_ratio exclude each other"),
+        ("bfloat16: true\nfloat16: true", "bfloat16 and float16 exclude each other"),
+        ("adapter: lora\nlora_r: 8\nload_in_4bit: true\nload_in_8bit: true", "load_in_4bit and load_in_8bit exclude"),
+        ("adapter: qlora\nlora_r: 8", "qlora needs load_in_4bit"),
+        ("deepspeed: z.json\nfsdp: [full_shard]", "deepspeed and fsdp exclude"),
     ],
 )
 def test_what_axolotl_refuses_together(tmp_path, text, said):
+    put(tmp_path, "z.json", "{}")
     with pytest.raises(JobError, match=said):
         axolotl(tmp_path, text)
+
+
+def test_axolotl_leaves_bf16_off_beside_fp16(tmp_path):
+    assert settings(axolotl(tmp_path, "fp16: true"))["train.precision"] == "fp16"
+    with pytest.raises(JobError, match="bf16 and fp16 exclude each other"):
+        read(put(tmp_path, "tune.yaml", AXOLOTL.replace("bf16: auto", "bf16: true").replace("MORE", "fp16: true")))
+
+
+def test_numbers_that_programs_read_differently_are_not_guessed(tmp_path):
+    (unknown,) = axolotl(tmp_path, "max_steps: 010").unknown
+    assert unknown.why == "programs read it differently: write 10 without the leading 0, or 8 as octal"
+    assert settings(axolotl(tmp_path, "max_steps: 1_000"))["train.steps"] == "1000"
+    with pytest.raises(JobError, match="max_steps: expected a whole number, found '1:30'"):
+        axolotl(tmp_path, "max_steps: 1:30")
+
+
+def test_two_files_with_two_precisions_and_two_learning_rates(tmp_path):
+    put(tmp_path, "z.json", '{"fp16": {"enabled": true}, "zero_optimization": {"stage": 2}}')
+    with pytest.raises(JobError, match="fp16.enabled: mixed_precision bf16 says otherwise"):
+        accelerate(tmp_path, "DEEPSPEED", "deepspeed_config: {deepspeed_config_file: z.json}")
+    text = '{"train_batch_size": 8, "optimizer": {"type": "Adam", "params": {"lr": 1e-4}}, "scheduler": {"params": '
+    for top, several in (("1e-4", 0), ("2e-4", 1)):
+        found = read(put(tmp_path, "z.json", f'{text}{{"warmup_max_lr": {top}}}}}}}')).unknown
+        assert [each.name for each in found] == ["scheduler.params.warmup_max_lr"] * several
 
 
 def test_a_shape_that_axolotl_changes_is_no_detail(tmp_path):

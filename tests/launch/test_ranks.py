@@ -428,9 +428,10 @@ def test_every_form_of_a_host_file(text, hosts):
 
 def test_every_wrong_line_is_named():
     with pytest.raises(JobError) as caught:
-        parse_hosts("a:4 slots=4\nb c\n$(id)\n-oProxyCommand=x\ne:2 slots=4\n", "hosts")
-    assert [each.partition(": ")[0] for each in caught.value.problems] == [f"hosts:{n}" for n in range(2, 6)]
-    assert caught.value.problems[-1] == "hosts:5: e has 4 and 2 slots: keep one of them"
+        parse_hosts("a:4 slots=4\nb c\n$(id)\n-oProxyCommand=x\ne:2 slots=4\nf slots=0\ng:0\n", "hosts")
+    assert [each.partition(": ")[0] for each in caught.value.problems] == [f"hosts:{n}" for n in range(2, 8)]
+    assert caught.value.problems[3] == "hosts:5: e has 4 and 2 slots: keep one of them"
+    assert "f has no slots" in caught.value.problems[4]
 
 
 def test_a_file_without_hosts_and_one_that_is_absent(tmp_path: Path):

@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -234,7 +235,7 @@ def load_words(words: overrides.CommandLine, opens: str = "") -> LoadedJob:
     problems += [*words.problems, *_contradictions(words.settings)]
     name = words.files[-1].stem if words.files else "job"
     given = {setting.path: setting.origin for setting in words.settings if not setting.implied}
-    loaded = resolve(settings, problems, name, derived=words.derived, given=given)
+    loaded = resolve(settings, problems, name, derived=words.derived, given=given, missing=words.missing)
     return dataclasses.replace(loaded, answers=[*words.answers, *loaded.answers])
 
 
@@ -321,10 +322,16 @@ def resolve(
     presets: bool = True,
     derived: Sequence[Derived] = (),
     given: Mapping[str, str] = MappingProxyType({}),
+    missing: Sequence[str] = (),
 ) -> LoadedJob:
     """Applies settings in order to the default job, then names whose value depends on others (`derived`; `given` are
     the fields that the command line sets itself, with their origins), then checks the result. Without `presets`, the
-    names of presets are plain values. Raises JobError with all problems."""
+    names of presets are plain values. Raises JobError with all problems, without those of fields that match one of
+    `missing`: they follow from what is missing, which `problems` say."""
+
+    def told(path: str) -> bool:
+        return any(fnmatchcase(path, pattern) for pattern in missing)
+
     found = [*problems, *_two_sizes(settings)]
     settings, answers = _taken(settings, found, written=presets)
     job, origins = _start(settings, found) if presets else (Job(), _Origins.fromkeys(leaves(), "default"))
@@ -353,7 +360,7 @@ def resolve(
         job, origins["data.corpus"] = replace(job, "data.corpus", mixture_of(job.data.mix)), "resolved: data.mix is set"
     if presets and not _states_all("cluster", settings):
         job = _described(job, found, origins, answers)
-    job = _fill_rest(job, found, origins)
+    job = _fill_rest(job, [] if told("layout") else found, origins)
     if job.train.precision == "auto":
         chosen, why = fastest_precision(job.cluster)
         job = replace(job, "train.precision", chosen)
@@ -384,7 +391,7 @@ def resolve(
                 answers.append(f"{_at(path, message, origins)}; the command line changes that")
             elif path not in named:
                 problems_found.append((path, message))
-    found += [_at(path, message, origins) for path, message in problems_found]
+    found += [_at(path, message, origins) for path, message in problems_found if not told(path)]
     if found:
         raise JobError(found)
     answers += filter(None, (not_trained(job.model), _readers(job)))

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from phalanx.plan.plan import Candidate
 
 ALL = "all"
+_OF_MACHINE = ("cluster.*", "layout", "layout.dp_*", "train.global_batch")
+"""Fields that are compared with the number of devices."""
 
 
 def put_below(path: Path, ignored: Sequence[str], line: CommandLine, *, needs_cluster: bool) -> ForeignJob:
@@ -36,9 +38,10 @@ def put_below(path: Path, ignored: Sequence[str], line: CommandLine, *, needs_cl
     given = {setting.path for setting in line.settings}
     unknown = [each for each in theirs.unknown if ALL not in ignored and not _is_settled(each, ignored, given)]
     problems, wrong = line.problems, {problem.partition(": ")[0] for problem in line.problems}
-    problems += [
-        f"{path}: {what} is missing: set {field}" for field, what in theirs.needed.items() if field not in given
-    ]
+    needed = {field: what for field, what in theirs.needed.items() if given.isdisjoint(field.split(" or "))}
+    problems += [f"{path}: {what} is missing: set {field}" for field, what in needed.items()]
+    line.missing += tuple(part for field in needed for part in field.split(" or "))
+    line.missing += ("model.*", "layout*") if "model.preset" in needed else ()
     names = {_plainly(each.name) for each in (*theirs.unknown, *theirs.without_counterpart, *theirs.became)}
     names |= {ALL, *map(_plainly, theirs.stated), *(_plainly(each.shown) for each in theirs.stated.values())}
     names |= {_plainly(each.origin.rpartition(" ")[2]) for each in theirs.settings}
@@ -66,6 +69,7 @@ def put_below(path: Path, ignored: Sequence[str], line: CommandLine, *, needs_cl
         if needs_cluster and not describes:
             size = f"cluster=dgx-h100:{-(-nodes * devices // 8)}" if devices else "cluster=dgx-h100:NODES"
             known = f" for its {nodes * devices} devices" if devices else ""
+            line.missing += _OF_MACHINE
             problems.append(f"{path}: does not say which machine it runs on: name one, such as {size}{known}")
     line.base = settings
     return theirs

@@ -280,7 +280,7 @@ def cluster_of(preset: str) -> Cluster:
         meant = nearest(name, [*CLUSTERS, LOCAL])
         hint = f"; did you mean {meant}{colon}{nodes}?" if meant else ""
         raise JobError(f"no cluster preset {name!r}{hint} (known: {', '.join([*CLUSTERS, LOCAL])})")
-    if colon and not (nodes.isdecimal() and len(nodes) < 20 and int(nodes) > 0):
+    if colon and not re.fullmatch("[1-9][0-9]{0,18}", nodes):
         raise JobError(f"{preset!r}: after the colon comes the number of nodes, such as {name}:8")
     if name == LOCAL:
         return replace(read_local(int(nodes or 0)), preset=preset)

@@ -42,6 +42,8 @@ class CommandLine:
     """What was understood, for the user."""
     base: list[Setting] = field(default_factory=list)
     """Settings below those of job files: those of a file of another framework."""
+    missing: tuple[str, ...] = ()
+    """Patterns of the fields whose problems follow from what that file lacks, which `problems` say."""
 
 
 def parse(argv: Sequence[str], switches: Collection[str] = ()) -> CommandLine:

@@ -8,6 +8,7 @@ import functools
 import json
 import keyword
 import math
+import re
 import types
 import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -263,6 +264,16 @@ LONGEST_NUMBER = 100
 """Most characters of a number. Python converts no integer of more than 4,300 digits, nor prints products of several."""
 
 
+def leading_zero(text: str) -> str:
+    """Returns what a whole number with a leading 0 may stand for, which differs between programs; "" for others."""
+    found = re.fullmatch(r"[-+]?0[0-9_]*[0-9]", text.strip()) if len(text) < LONGEST_NUMBER else None
+    digits = found[0].replace("_", "") if found else ""
+    if not digits.strip("+-0"):
+        return ""
+    octal = "" if re.search("[89]", digits) or len(digits.lstrip("+-0")) < 2 else f", or {int(digits, 8)} as octal"
+    return f"write {int(digits)} without the leading 0{octal}"
+
+
 def convert(text: str | list[str], kind: Any) -> Any:
     """Converts text to `kind`: int, float, bool, str, a Literal, a tuple of those (of any length if its type says
     so), or a union, whose first fitting kind is taken. `text` is a scalar's text, or a list of them for a tuple; of a
@@ -297,6 +308,8 @@ def convert(text: str | list[str], kind: Any) -> Any:
         if text.lower() in FALSE:
             return False
         raise ValueError(f"expected true or false, found {text!r}")
+    if leading_zero(text):
+        raise ValueError(f"expected {words(kind)}, found {text!r}: {leading_zero(text)}")
     if len(text) > LONGEST_NUMBER:
         raise ValueError(f"expected {words(kind)}, found {len(text):,} characters")
     try:

@@ -53,6 +53,9 @@ def finish(fields: Fields) -> None:
         set_fsdp(fields, _F, version)
     elif kind == "DEEPSPEED":
         _deepspeed(fields)
+        precision = fields.settings["train.precision"]
+        if word in ("bf16", "fp16") and precision.text in ("bf16", "fp16") and precision.text != word:
+            fields.problems.append(f"{precision.origin}: mixed_precision {word} says otherwise: keep one of them")
     elif kind == "MEGATRON_LM":
         name = f"{_M}megatron_lm_use_distributed_optimizer"
         fields.set("layout.zero", 1, name)

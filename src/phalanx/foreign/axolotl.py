@@ -13,6 +13,11 @@ from phalanx.foreign.shared import KEPT, WHOLE, fsdp_option, hub_model, included
 _MARKS = {"base_model", "sequence_len", "micro_batch_size"}
 _FUSED = ("cut_cross_entropy", "liger_fused_linear_cross_entropy", "chunked_cross_entropy")
 _F = "fsdp_config."
+_EXCLUSIVE = (
+    *(("warmup_steps", "warmup_ratio"), ("batch_size", "gradient_accumulation_steps")),
+    *(("load_in_4bit", "load_in_8bit"), ("deepspeed", "fsdp"), ("sample_packing", "batch_flattening")),
+)
+"""Names of which Axolotl refuses two together (utils/schemas/validation.py)."""
 
 
 def recognises(source: Source) -> bool:
@@ -33,7 +38,11 @@ def finish(fields: Fields) -> None:
     words = {"fp8": "fp8", "bf16": "bf16", "bfloat16": "bf16", "fp16": "fp16", "float16": "fp16"}
     switches = {name: fields.choice(name, "", ("true", "auto", "full", "false"), "train.precision") for name in words}
     on = [name for name, word in switches.items() if word not in ("", "false")]
-    how = "bf16 on devices that have it" if switches["bf16"] == "auto" else ""
+    half = [name for name in on if words[name] == "fp16"]
+    if half and switches["bf16"] == "auto":  # Axolotl's rule: bf16 is then off
+        on.remove("bf16")
+    fields.exclude(*((name, half[0]) for name in on if half and words[name] == "bf16"))
+    how = "bf16 on devices that have it" if "bf16" in on and switches["bf16"] == "auto" else ""
     fields.set("train.precision", words[on[0]] if on else "fp32", on or [*words], how)
     if "fp8" in on:
         fields.set("train.fp8_scaling", "tensorwise", "fp8")
@@ -42,9 +51,7 @@ def finish(fields: Fields) -> None:
         fields.set("optimizer.betas", [fields.take(betas[0], float, 0.9), fields.take(betas[1], float, 0.999)], betas)
     ratio, steps = fields.take("warmup_ratio", float, 0.0), fields.take("warmup_steps", float, 0.0)
     total = fields.take("max_steps", int, 0)
-    for one, two in (("warmup_steps", "warmup_ratio"), ("batch_size", "gradient_accumulation_steps")):
-        if all(fields.has(name) and fields.stated[name].value for name in (one, two)):
-            fields.problems.append(f"{fields.origin(one)} and {two} exclude each other: give one of them")
+    fields.exclude(*_EXCLUSIVE)
     if steps >= 1:
         fields.set("optimizer.warmup_steps", int(steps), "warmup_steps")
     elif share := ratio or steps:
@@ -129,6 +136,8 @@ def _adapter(fields: Fields) -> None:
         fields.set("model.lora.rank", rank, names[:2])
         if alpha:
             fields.set("model.lora.alpha", alpha, "lora_alpha")
+        if kind == "qlora" and not fields.on("load_in_4bit"):
+            fields.problems.append(f"{fields.origin('adapter')}: qlora needs load_in_4bit: true, or is meant as lora")
         lora_targets(fields, "lora_target_modules", targets, everything=linear or targets is None)
     elif kind:
         fields.unknown_value("adapter", ["lora", "qlora"], "model.lora.rank")

@@ -25,8 +25,12 @@ def set_deepspeed(fields: Fields) -> None:
         if found.text.strip("\"'") == AUTO and found.value is None and meaning and not meaning.why:
             fields.leave(name, "the trainer fills it in; give it here", affects=True)
     _precision(fields)
-    if "optimizer.lr" not in fields.settings:
+    top, lr = fields.take("scheduler.params.warmup_max_lr", float, 0.0), fields.settings.get("optimizer.lr")
+    if lr is None:
         fields.put("optimizer.lr", "scheduler.params.warmup_max_lr", 0.0)
+    elif top and top != fields.take("optimizer.params.lr", float, top):
+        why = "optimizer.params.lr says otherwise, and the scheduler sets the learning rate: keep one of them"
+        fields.refuse("scheduler.params.warmup_max_lr", why, "optimizer.lr")
     fields.put("train.global_batch", "train_batch_size", 0)
     if (printed := fields.take("steps_per_print", float, 0.0)) >= 1 and printed < 2**31:
         fields.set("train.log_every", int(printed), "steps_per_print")
@@ -50,8 +54,7 @@ def _precision(fields: Fields) -> None:
     kinds = {"": "bf16", "bfloat16": "bf16", "torch.bfloat16": "bf16", "float16": "fp16", "torch.float16": "fp16"}
     kind = fields.choice("torch_autocast.dtype", "", kinds, "train.precision")
     auto = any(name in fields.stated and fields.stated[name].value is None for name in ("bf16.enabled", "fp16.enabled"))
-    if narrow and half:
-        fields.problems.append(f"{fields.origin(narrow[0])} and fp16.enabled exclude each other: give one of them")
+    fields.exclude(*((name, "fp16.enabled") for name in narrow))
     if narrow or half:
         fields.set("train.precision", "bf16" if narrow else "fp16", narrow or "fp16.enabled")
     elif cast:

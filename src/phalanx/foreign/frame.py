@@ -134,7 +134,8 @@ class ForeignJob:
     model: str = ""
     """The name of the model in words, if the file has one."""
     needed: Mapping[str, str] = field(default_factory=dict)
-    """Fields of a job that the user must give, since they do not follow from the file, with what is missing."""
+    """Fields of a job that the user must give, since they do not follow from the file, with what is missing; of two
+    with "or" between them, one."""
 
     def value(self, name: str, default: Any = None) -> Any:
         """Returns the value of a name, or the default if it is absent or unresolved."""
@@ -331,6 +332,13 @@ class Fields:
     def unknown_value(self, name: str, known: Iterable[str], path: str = "") -> None:
         """Lists a value that has no counterpart."""
         self.refuse(name, f"no counterpart of this value is known (known: {', '.join(known)})", path)
+
+    def exclude(self, *pairs: tuple[str, str]) -> None:
+        """Adds a problem for each pair of names that are both on, and of which the framework takes one."""
+        for pair in pairs:
+            if all(self.has(name) and self.stated[name].value not in (None, False, "false", "") for name in pair):
+                other = self.stated[pair[1]].shown
+                self.problems.append(f"{self.origin(pair[0])} and {other} exclude each other: give one of them")
 
     def no_multiple(self, name: str, sequences: int, micro: int) -> None:
         self.problems.append(f"{self.origin(name)}: {sequences} sequences are no multiple of micro-batches of {micro}")
@@ -565,6 +573,8 @@ def plain_value(node: yaml.ScalarNode) -> Any:
         kind = "float"
     if kind in ("null", "bool"):
         return None if kind == "null" else text.lower() in values.TRUE
+    if kind == "int" and (meant := values.leading_zero(text)):
+        return Unresolved(text, f"programs read it differently: {meant}")
     try:
         return int(text.replace("_", ""), 0) if kind == "int" else float(text) if kind == "float" else text
     except ValueError:

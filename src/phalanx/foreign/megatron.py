@@ -55,6 +55,8 @@ def parse_script(source: Source) -> Sequence[Stated]:
             if ours and ours not in known:
                 stated.append(Stated(ours, value, number, value, label=f"--{name}"))
     lost += [("source", each, "another script is not read") for each in script.sourced]
+    lost += [("arguments", each, each.why) for each in _loose(words)]
+    lost += [("eval", each, "the text that it runs does not follow from the file") for each in script.evaluated]
     return [*stated, *(Stated(name, Unresolved(word.text, why), *word.place) for name, word, why in lost)]
 
 
@@ -120,6 +122,15 @@ def _options(words: Sequence[ScriptWord]) -> list[Stated]:
         name = TORCHRUN.get(option[1].replace("_", "-"), option[1].replace("-", "_"))
         found.append(_stated(name, f"--{option[1]}", option[2], words[at], values))
     return found
+
+
+def _loose(words: Sequence[ScriptWord]) -> list[ScriptWord]:
+    """Returns the words between the program and its first option that do not follow from the script, and may be
+    options. What is not set, and the script's own arguments, count as empty."""
+    start = next((n for n, word in enumerate(words) if re.search(r"\.py$", word.text)), -1)
+    after = words[start + 1 :] if start >= 0 else ()
+    first = next((n for n, word in enumerate(after) if _OPTION.fullmatch(word.text)), len(after))
+    return [word for word in after[:first] if word.why and not shell.is_absent(word)]
 
 
 def _stated(name: str, label: str, joined: str | None, option: ScriptWord, values: Sequence[ScriptWord]) -> Stated:

@@ -29,10 +29,7 @@ _FP32 = ("fp32", "torch.float32", "float32")
 def core(fields: Fields) -> None:
     """Sets what the arguments mean together."""
     fields.taken.update(name for name, meaning in fields.table.names.items() if meaning.rule)
-    for names in _EXCLUSIVE:
-        if all(fields.has(name) and fields.stated[name].value not in (None, False, "false") for name in names):
-            other = fields.stated[names[1]].shown
-            fields.problems.append(f"{fields.origin(names[0])} and {other} exclude each other: give one of them")
+    fields.exclude(*_EXCLUSIVE)
     _precision(fields)
     _optimizer(fields)
     tp, pp = fields.take("tensor_model_parallel_size", int, 1), fields.take("pipeline_model_parallel_size", int, 1)
@@ -59,6 +56,8 @@ _EXCLUSIVE = (
     ("num_virtual_stages_per_pipeline_rank", "pipeline_model_parallel_layout"),
     ("swiglu", "squared_relu"),
     ("use_torch_fsdp2", "use_megatron_fsdp"),
+    *(("fp8_format", "fp4_format"), ("fp8", "fp4"), ("train_iters", "train_samples")),
+    *(("lr_warmup_fraction", "lr_warmup_iters"), ("lr_warmup_fraction", "lr_warmup_samples")),
 )
 """Arguments that Megatron-LM refuses together."""
 

@@ -72,6 +72,10 @@ def unknown_model(fields: Fields, name: str, why: str) -> None:
 def no_model(fields: Fields) -> None:
     """Asks for the model and its samples, which the file does not have."""
     fields.need("model.preset", "the model (PRESET, or hf:FOLDER with its config.json)")
+    if "layout.accumulation" in fields.settings and not {"layout.micro_batch", "train.global_batch"} & {
+        *fields.settings
+    }:
+        fields.need("layout.micro_batch or train.global_batch", "the batch that is accumulated")
     absent = {"model.seq_len": "the model's sequence length", "layout.micro_batch": "a micro-batch that fits the batch"}
     for path, what in absent.items():
         if path not in fields.settings:

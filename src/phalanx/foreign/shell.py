@@ -2,7 +2,8 @@
 
 Understood are assignments, arrays, quotes, continued lines, `$X`, `${X:-default}`, `$((…))` of whole numbers, here
 documents, and conditions that compare known texts. Variables of the environment and arguments of the script count as
-unset. Whatever else a value depends on (`$(…)`, a loop, a file that is sourced) makes it unresolved, with the reason.
+unset. Whatever else a value depends on (`$(…)`, `((…))`, `let`, `eval`, a loop, a function that is called, a file that
+is sourced) makes it unresolved, with the reason.
 """
 
 from __future__ import annotations
@@ -10,404 +11,31 @@ from __future__ import annotations
 import ast
 import operator
 import re
-from bisect import bisect
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from itertools import chain, pairwise
-from typing import Any, NamedTuple
 
+from phalanx.foreign.shell_parser import (
+    DECLARES,
+    Parts,
+    ScriptParser,
+    ScriptStatement,
+    ScriptText,
+    ScriptWord,
+    Value,
+    WordPart,
+    changed_by,
+)
 
-class ScriptText(NamedTuple):
-    """Text within one line of the script."""
-
-    text: str
-    line: int
-    source: str
-    """The text as that line has it."""
-    quoted: bool = False
-    """Whether blanks in it divide no words."""
-    why: str = ""
-    """Why it does not follow from the script; empty if it does."""
-
-
-Value = list[ScriptText]
-
-
-@dataclass
-class ScriptWord:
-    """A word of a command, expanded."""
-
-    segments: Value
-
-    @property
-    def text(self) -> str:
-        return "".join(each.text for each in self.segments)
-
-    @property
-    def why(self) -> str:
-        return next((each.why for each in self.segments if each.why), "")
-
-    @property
-    def place(self) -> tuple[int, str]:
-        """The line that gives the word its text, and the text on it."""
-        parts = [each for each in self.segments if each.text] or self.segments
-        if not parts:
-            return 0, ""
-        return parts[0].line, parts[0].source if len(parts) == 1 else "".join(each.source for each in parts)
-
-
-@dataclass
-class _WordPart:
-    kind: str
-    """literal, variable, arithmetic, or command."""
-    text: str
-    line: int
-    quoted: bool
-    operation: str = ""
-    parts: list[_WordPart] = field(default_factory=list)
-
-
-Parts = list[_WordPart]
-_Assignment = tuple[str, bool, list[Parts], bool]
-"""Name, whether it appends, its words, and whether it is an array; one that is none has one word."""
-
-
-@dataclass
-class _ScriptStatement:
-    kind: str
-    """simple, if, case, loop, function, or group."""
-    line: int
-    branches: list[tuple[Any, list[_ScriptStatement]]] = field(default_factory=list)
-    words: list[Parts] = field(default_factory=list)
-    joint: str = ";"
-    """The operator before it: ; && || or |."""
-    assignments: list[_Assignment] = field(default_factory=list)
-    heredoc: list[Parts] = field(default_factory=list)
-
-
-_STOP = r"[ \t\n;&|()<>]"
-_VARIABLE = r"[A-Za-z_][A-Za-z0-9_]*|[0-9@*#?$!-]"
-_ENDS = {"then", "elif", "else", "fi", "do", "done", "esac", "}", ";;"}
-_DECLARES = {"export", "local", "declare", "readonly", "typeset"}
-
-
-class _ScriptParser:
-    """Parses a script into statements."""
-
-    def __init__(self, text: str, *, strict: bool = False):
-        self.text, self.place, self.strict = text, 0, strict
-        self.starts = [0, *(found.end() for found in re.finditer("\n", text))]
-        self.waiting: list[tuple[str, bool, _ScriptStatement]] = []
-        """Here documents whose text begins after this line."""
-
-    def line(self, place: int | None = None) -> int:
-        return bisect(self.starts, self.place if place is None else place)
-
-    def peek(self, text: str) -> bool:
-        return self.text.startswith(text, self.place)
-
-    def match(self, pattern: str) -> re.Match[str] | None:
-        """Passes a pattern that begins here."""
-        if found := re.compile(pattern).match(self.text, self.place):
-            self.place = found.end()
-        return found
-
-    def passed(self, text: str) -> bool:
-        """Passes a text if it begins here, and returns whether it does."""
-        found = self.peek(text)
-        self.place += len(text) if found else 0
-        return found
-
-    def more(self, end: str = "") -> bool:
-        """Passes blanks and comments, and returns whether there is more before `end`."""
-        self.match(r"(?:\\\n|[ \t]|(?<![^ \t\n;])#[^\n]*)*")
-        return self.place < len(self.text) and not (end and self.peek(end))
-
-    def newline(self) -> None:
-        """Passes the end of a line, and the here documents after it."""
-        self.place += 1
-        for end, strips, statement in self.waiting:
-            while self.place < len(self.text):
-                first, found = self.line(), self.match(r"[^\n]*")
-                row = found[0] if found else ""
-                self.place += 1
-                if (row.lstrip("\t") if strips else row) == end:
-                    break
-                for parts in _ScriptParser(row.replace("\\$", "$")).words():
-                    statement.heredoc.append([replace(part, line=part.line + first - 1) for part in parts])
-        self.waiting = []
-
-    def words(self, end: str = "") -> Iterator[Parts]:
-        """Yields the words up to `end`, whatever separates them."""
-        while self.more(end):
-            before = self.place
-            if self.peek("\n"):
-                self.newline()
-            elif parts := self.word():
-                yield parts
-            self.place += self.place == before
-
-    def statements(self, *ends: str) -> list[_ScriptStatement]:
-        found, joint = list[_ScriptStatement](), ";"
-        while self.more():
-            if self.peek("\n"):
-                self.newline()
-                joint = ";"
-            elif stop := next((each for each in (";;", ")") if self.peek(each)), ""):
-                if stop in ends:
-                    break
-                self.place += len(stop)
-            elif sign := self.match(r"&&|\|\||[;&|]"):
-                joint = sign[0] if sign[0] in ("&&", "||", "|") else ";"
-            else:
-                word, before = self._keyword(), self.place
-                if word in ends:
-                    break
-                found.append(self._statement(word))
-                found[-1].joint, joint = joint, ";"
-                self.place += self.place == before
-        return found
-
-    def _keyword(self) -> str:
-        found = re.compile(rf"(?:[A-Za-z]+|[{{}}!])(?={_STOP}|\Z)").match(self.text, self.place)
-        return found[0] if found else ""
-
-    def _body(self, *ends: str) -> list[_ScriptStatement]:
-        """Returns the statements up to an end, and passes it."""
-        found = self.statements(*ends)
-        self.passed(ends[0])
-        return found
-
-    def _statement(self, word: str) -> _ScriptStatement:
-        line = self.line()
-        if word == "if":
-            return self._if(line)
-        if word == "case":
-            return self._case(line)
-        if word in ("for", "while", "until", "select"):
-            self.place += len(word)
-            head = self.statements("do") if word != "for" else self._skipped_head()
-            self.passed("do")
-            return _ScriptStatement("loop", line, [(head, self._body("done"))])
-        if word in ("{", "!") or self.peek("("):
-            self.place += 1
-            body = self.statements("}" if word == "{" else ")") if word != "!" else []
-            self.place += word != "!"
-            return _ScriptStatement("group", line, [(None, body)])
-        if self.match(r"(?:function\s+)?[A-Za-z_][\w-]*\s*\(\s*\)\s*\{|function\s+[\w-]+\s*\{"):
-            return _ScriptStatement("function", line, [(None, self._body("}"))])
-        if word in _ENDS:
-            self.place += len(word)
-            return _ScriptStatement("simple", line)
-        return self._simple(line)
-
-    def _skipped_head(self) -> list[_ScriptStatement]:
-        end = re.compile(r"\bdo\b|\{").search(self.text, self.place)
-        head = self.text[self.place : end.start() if end else len(self.text)]
-        self.place += len(head)
-        name = re.match(_VARIABLE, head.strip())
-        return [_ScriptStatement("simple", 0, assignments=[(name[0], False, [[]], False)])] if name else []
-
-    def _if(self, line: int) -> _ScriptStatement:
-        found, word = _ScriptStatement("if", line), "if"
-        while word in ("if", "elif"):
-            self.place += len(word)
-            condition = self._body("then")
-            found.branches.append((condition, self.statements("elif", "else", "fi")))
-            word = self._keyword()
-        if word == "else":
-            self.place += 4
-            found.branches.append((None, self.statements("fi")))
-        self.passed("fi")
-        return found
-
-    def _case(self, line: int) -> _ScriptStatement:
-        self.place += 4
-        self.more()
-        found = _ScriptStatement("case", line, words=[self.word()])
-        self.more()
-        self.passed("in")
-        while self.more():
-            if self.peek("\n"):
-                self.newline()
-                continue
-            if self._keyword() == "esac":
-                break
-            self.passed("(")
-            patterns = self._array()
-            found.branches.append((patterns, self.statements(";;", "esac")))
-            self.passed(";;")
-        self.passed("esac")
-        return found
-
-    def _array(self) -> list[Parts]:
-        """Returns the words up to a closing parenthesis, and passes it."""
-        found = [*self.words(")")]
-        self.place += 1
-        return found
-
-    def _simple(self, line: int) -> _ScriptStatement:
-        found, declares = _ScriptStatement("simple", line), True
-        while self.more() and not re.compile(r"[\n;|)]|&&|&(?!>)").match(self.text, self.place):
-            if self.passed("&"):
-                continue
-            if self.peek("("):
-                options = any(word and word[0].text.startswith("--") for word in found.words)
-                if self.strict and options and self.text[self.place - 1] not in "<>@?*+!":
-                    raise ValueError(f"line {self.line()} has a ( outside of quotes")
-                self.place += 1
-                continue
-            if self.text[self.place] in "<>":
-                self._redirect(found)
-            elif declares and (assigns := self.match(r"([A-Za-z_][A-Za-z0-9_]*)(\[[^\]\n]*\])?(\+?)=")):
-                one, appends = bool(assigns[2]), bool(assigns[3])
-                if self.peek("(") and not one:
-                    self.place += 1
-                    found.assignments.append((assigns[1], appends, self._array(), True))
-                else:
-                    found.assignments.append((assigns[1], appends or one, [self.word()], False))
-            else:
-                word = self.word()
-                plain = "".join(part.text for part in word) if all(p.kind == "literal" for p in word) else ""
-                if not found.words and word and (word[0].kind, word[0].text) == ("literal", "[["):
-                    found.words = [word, *self._test()]
-                    break
-                declares = declares and (plain in _DECLARES or (bool(found.words) and plain.startswith("-")))
-                found.words.append(word)
-        self.match(r"&(?!&)")
-        return found
-
-    def _test(self) -> list[Parts]:
-        found = list[Parts]()
-        while self.more("]]"):
-            line = self.line()
-            if sign := self.match(r"&&|\|\||[<>()]|=~|\n"):
-                found += [[_WordPart("literal", sign[0], line, False)]] if sign[0] != "\n" else []
-            elif parts := self.word():
-                found.append(parts)
-            else:
-                self.place += 1
-        self.passed("]]")
-        return found
-
-    def _redirect(self, statement: _ScriptStatement) -> None:
-        if document := self.match(r"<<(?!<)(-?)\s*(['\"]?)([\w!]+)\2"):
-            self.waiting.append((document[3], bool(document[1]), statement))
-            return
-        self.match(r"[<>]+[&|]?")
-        if self.more() and not self.peek("\n"):
-            self.word()
-
-    def word(self) -> Parts:
-        """Returns the parts of the word at this place; [] if there is none."""
-        parts = Parts()
-        while self.place < len(self.text):
-            start, opened = self.place, self.line()
-            if self.passed("\\\n"):
-                continue
-            if self.text[start] in " \t\n;&|()<>":
-                break
-            if self.passed("'"):
-                end = self.text.find("'", start + 1)
-                end = self._unclosed("'", opened) if end < 0 else end
-                self._literal(parts, self.text[start + 1 : end], start + 1, True)
-                self.place = end + 1
-            elif self.passed('"'):
-                self._until(parts, '"', True)
-            elif self.passed("\\"):
-                self._literal(parts, self.text[start + 1 : start + 2], start, True)
-                self.place += 1
-            elif self.text[start] in "$`":
-                parts.append(self._expansion(False))
-            else:
-                self.place += 1
-                self.match(r"[^\s;&|()<>'\"\\$`]*")
-                self._literal(parts, self.text[start : self.place], start, False)
-        return parts
-
-    def _literal(self, parts: Parts, text: str, place: int, quoted: bool) -> None:
-        """Adds literal text, a part per line."""
-        for number, row in enumerate(text.split("\n")):
-            parts.append(_WordPart("literal", ("\n" if number else "") + row, self.line(place), quoted))
-            place += len(row) + 1
-
-    def _unclosed(self, end: str, line: int) -> int:
-        """Returns the end of the text, which has no `end`. Raises ValueError in a script."""
-        if self.strict:
-            raise ValueError(f"what begins on line {line} has no closing {end}")
-        return len(self.text)
-
-    def _until(self, parts: Parts, end: str, quoted: bool) -> None:
-        """Reads text with expansions up to `end`, and passes it."""
-        opened = self.line()
-        while True:
-            start = self.place
-            while self.place < len(self.text) and not self.peek(end) and self.text[self.place] not in '\\$`"':
-                self.place += 1
-            if self.peek('"') and end not in ('"', "}"):
-                self.place += 1
-                self._literal(parts, self.text[start : self.place], start, quoted)
-                continue
-            self._literal(parts, self.text[start : self.place], start, quoted)
-            start = self.place
-            if start >= len(self.text) or self.passed(end):
-                break
-            if self.passed("\\"):
-                letter = self.text[self.place : self.place + 1]
-                if letter != "\n":
-                    self._literal(parts, letter if letter in '$`"\\}' else f"\\{letter}", start, quoted)
-                self.place += 1
-            elif self.passed('"'):
-                self._until(parts, '"', True)
-            else:
-                parts.append(self._expansion(quoted))
-        if start >= len(self.text):
-            self._unclosed(end, opened)
-            self.place += len(end)
-
-    def _expansion(self, quoted: bool) -> _WordPart:
-        line, start = self.line(), self.place
-        parts = Parts()
-
-        def part(kind: str, text: str = "", operation: str = "") -> _WordPart:
-            return _WordPart(kind, text or self.text[start : self.place], line, quoted, operation, parts)
-
-        if self.passed("$(("):
-            self._until(parts, "))", True)
-            return part("arithmetic")
-        if opening := self.match(r"`|\$\("):
-            end = "`" if opening[0] == "`" else ")"
-            depth, quote = 1, ""
-            while self.place < len(self.text) and depth:
-                letter = self.text[self.place]
-                if letter == "\\":
-                    self.place += 1
-                elif quote:
-                    quote = "" if letter == quote else quote
-                elif letter in "'\"":
-                    quote = letter
-                else:
-                    depth += (letter == "(" and end == ")") - (letter == end)
-                self.place += 1
-            return part("command")
-        self.place += 1
-        if not self.passed("{"):
-            found = self.match(_VARIABLE)
-            return part("variable", found[0]) if found else part("literal", "$")
-        length = self.passed("#")
-        found = self.match(_VARIABLE)
-        if index := self.match(r"\[[^\]]*\]"):
-            length = length or index[0] not in ("[@]", "[*]")
-        operation = self.match(r":?[-=+?]")
-        length = length or not (operation or self.peek("}"))
-        self._until(parts, "}", quoted)
-        if length or not found:
-            return part("command")
-        return part("variable", found[0], operation[0] if operation else "")
-
-
+_HARMLESS = re.compile(
+    r"\b(conda|mamba|micromamba|pyenv|direnv|brew|spack|module|modulecmd|lmod|ssh-agent|dircolors|tput|resize)\b"
+)
+"""Programs whose output, as `eval` runs it, sets up a session and no value of a training command."""
+_SESSION = re.compile(r"(^|/)(activate|deactivate|\.?bashrc|\.?(bash_|z)?profile|conda\.sh|modules?\.sh|init/(ba)?sh)$")
+"""Files that set up a session."""
 LARGEST = 2**62
+ARGUMENT = "it is an argument of the script"
 _OPERATORS: dict[type, Callable[[int, int], int]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -449,6 +77,8 @@ class Script:
     """The last value of every variable; one of an array has several words."""
     sourced: list[ScriptWord] = field(default_factory=list)
     """Files whose commands run, too, and that are not read."""
+    evaluated: list[ScriptWord] = field(default_factory=list)
+    """Texts that `eval` runs, and that do not follow from the file."""
     comments: list[tuple[int, str]] = field(default_factory=list)
     """Lines that begin with #SBATCH."""
 
@@ -460,12 +90,17 @@ def run_through(text: str) -> Script:
     """Returns what follows from a script. Raises RecursionError if it is nested too deeply."""
     text = text.replace("\r\n", "\n")
     script = Script(comments=[(n, row) for n, row in enumerate(text.splitlines(), 1) if row.startswith("#SBATCH")])
-    _ScriptReader(script).block(_ScriptParser(text, strict=True).statements())
+    _ScriptReader(script).block(ScriptParser(text, strict=True).statements())
     return script
 
 
 def _is_unset(word: ScriptWord) -> bool:
     return word.why.endswith("is not set in the file")
+
+
+def is_absent(word: ScriptWord) -> bool:
+    """Returns whether a word is a variable of the environment or an argument of the script, which count as unset."""
+    return _is_unset(word) or word.why == ARGUMENT
 
 
 def _all(several: Sequence[bool | None]) -> bool | None:
@@ -487,30 +122,59 @@ class _ScriptReader:
 
     def __init__(self, script: Script) -> None:
         self.script, self.variables, self.words = script, script.variables, 0
+        self.functions: dict[str, ScriptStatement] = {}
+        self.integers: set[str] = set()
+        self.ended, self.depth = "", 0
+        """Why nothing more runs, and the number of conditions around a statement."""
 
-    def block(self, statements: Sequence[_ScriptStatement]) -> None:
+    def block(self, statements: Sequence[ScriptStatement]) -> None:
         for statement in statements:
-            self._run(statement)
+            if self.ended:
+                self._lose(statement, self.ended, doubtful=True)
+            else:
+                self._run(statement)
 
-    def _run(self, statement: _ScriptStatement) -> None:
+    def _run(self, statement: ScriptStatement) -> None:
         branches = statement.branches
-        if statement.kind == "simple" and statement.joint in ("&&", "||"):
+        if statement.kind != "function" and statement.joint in ("&&", "||"):
             self._lose(statement, "whether it runs depends on the command before it")
         elif statement.kind == "simple":
             self._simple(statement)
         elif statement.kind == "group":
             self.block(branches[0][1])
+        elif statement.kind == "subshell":
+            before, ended = dict(self.variables), self.ended
+            self.block(branches[0][1])
+            self.variables.clear()
+            self.variables.update(before)
+            self.ended = ended
+        elif statement.kind == "arithmetic":
+            self._change(self._one(statement.words[0]).text, statement.line, "((…))")
         elif statement.kind == "if":
             self._branch(statement, [self._holds(condition) for condition, _ in branches])
         elif statement.kind == "case":
             subject, names = self._one(statement.words[0]), [[self._one(p).text for p in some] for some, _ in branches]
             held = [None if subject.why else any(fnmatchcase(subject.text, name) for name in some) for some in names]
             self._branch(statement, held)
-        elif statement.kind == "function" or self._holds(branches[0][0]) is not False:
+        elif statement.kind == "function":
+            self._define(statement)
+        elif self._holds(branches[0][0]) is not False:
             for each in (*(branches[0][0] or ()), *branches[0][1]):
-                self._lose(each, f"it is set in a {statement.kind}")
+                self._lose(each, "it is set in a loop")
 
-    def _branch(self, statement: _ScriptStatement, holds: Sequence[bool | None]) -> None:
+    def _define(self, statement: ScriptStatement) -> None:
+        """Keeps a function for its calls. Its commands count as if it were called here."""
+        self.functions[self._one(statement.words[0]).text] = statement
+        arguments = {name: self.variables.get(name) for name in (*"123456789@*", "#")}
+        for name in arguments:
+            self._forget(name, statement.line, "it is an argument of a function")
+        for each in statement.branches[0][1]:
+            self._lose(each, "it is set in a function")
+        for name, before in arguments.items():
+            self.variables.pop(name)
+            self.variables |= {name: before} if before else {}
+
+    def _branch(self, statement: ScriptStatement, holds: Sequence[bool | None]) -> None:
         """Runs the branch whose condition holds; if that is not known, what the branches set is not known either."""
         for held, (_, body) in zip(holds, statement.branches, strict=True):
             if held is None:
@@ -518,23 +182,92 @@ class _ScriptReader:
                 for inner in chain.from_iterable(each for _, each in statement.branches):
                     self._lose(inner, why, doubtful=True)
             elif held:
+                self.depth += 1
                 self.block(body)
+                self.depth -= 1
             if held is not False:
                 return
 
-    def _lose(self, statement: _ScriptStatement, why: str, *, doubtful: bool = False) -> None:
+    def _change(self, expression: str, line: int, what: str) -> None:
+        """Makes unknown what an arithmetic expression changes."""
+        for name in changed_by(expression):
+            self._forget(name, line, f"{what} on line {line} changes it")
+
+    def _forget(self, name: str, line: int, why: str) -> None:
+        self.variables[name] = [ScriptWord([ScriptText(f"${name}", line, "", True, why)])]
+
+    def _changes(self, statement: ScriptStatement, words: Sequence[ScriptWord]) -> None:
+        """Makes unknown what a command changes, beside its assignments."""
+        names = [word.text for word in words if not word.why]
+        name, line = names[0] if names else "", statement.line
+        if name == "let":
+            self._change(" ".join(names[1:]), line, name)
+        elif name == "eval":
+            self._evaluated(words[1:], line)
+        elif name in ("source", ".") and len(words) > 1 and not _SESSION.search(words[1].text):
+            self.script.sourced.append(words[1])
+        elif name == "set" and "--" in names:
+            self._forget("#", line, f"set on line {line} gives the arguments")
+        elif name in ("read", "mapfile", "readarray", "getopts"):
+            for each in names[1:]:
+                self._forget(each, line, "it is read as the script runs")
+        elif name == "printf" and names[1:2] == ["-v"] and len(names) > 2:
+            self._forget(names[2], line, f"printf on line {line} writes it")
+        elif name in DECLARES:
+            flags = {letter for each in names[1:] if each.startswith("-") for letter in each[1:]}
+            ours = {each for each, *_ in statement.assignments} | {each for each in names[1:] if each.isidentifier()}
+            self.integers |= ours if "i" in flags else set()
+            if "n" in flags:
+                targets = {word.text for each in ours for word in self.variables.get(each, [])}
+                for each in ours | targets:
+                    self._forget(each, line, f"{name} -n on line {line} makes a reference")
+        for each in names[: 2 if name in ("time", "!") else 1]:
+            if function := self.functions.pop(each, None):
+                for inner in function.branches[0][1]:
+                    self._unset(inner, f"the function {each}, called on line {line}, sets it")
+                self.functions[each] = function
+        for each in statement.items:
+            self._forget(each, line, f"line {line} sets one of its items")
+
+    def _evaluated(self, words: Sequence[ScriptWord], line: int) -> None:
+        if unknown := [word for word in words if word.why and not _is_unset(word)]:
+            if not _HARMLESS.search(" ".join(segment.source for word in unknown for segment in word.segments)):
+                self.script.evaluated += unknown[:1]
+            return
+        for statement in ScriptParser(" ".join(word.text for word in words)).statements():
+            self._unset(statement, f"eval on line {line} sets it")
+
+    def _unset(self, statement: ScriptStatement, why: str) -> None:
+        """Makes unknown what a statement sets, and nothing else."""
+        self._assign(statement, why)
+        if statement.kind == "arithmetic":
+            self._change(self._one(statement.words[0]).text, statement.line, "((…))")
+        else:
+            self._changes(statement, self._expanded(statement.words))
+        for head, body in statement.branches if statement.kind != "function" else ():
+            for each in (*(each for each in head or () if isinstance(each, ScriptStatement)), *body):
+                self._unset(each, why)
+
+    def _lose(self, statement: ScriptStatement, why: str, *, doubtful: bool = False) -> None:
         """Makes unknown what a statement sets. Its commands count, unless it is doubtful that they run."""
         self._assign(statement, why)
+        if statement.kind == "simple":
+            self._changes(statement, self._expanded(statement.words))
+        elif statement.kind == "arithmetic":
+            self._change(self._one(statement.words[0]).text, statement.line, "((…))")
+        elif statement.kind == "function":
+            self._define(statement)
+            return
         for words in (statement.words, statement.heredoc):
             if words and statement.kind == "simple" and doubtful:
                 self.script.doubtful.append((self._expanded(words), why))
             elif words and statement.kind == "simple":
                 self.script.commands.append(self._expanded(words))
         for head, body in statement.branches:
-            for each in (*(each for each in head or () if isinstance(each, _ScriptStatement)), *body):
+            for each in (*(each for each in head or () if isinstance(each, ScriptStatement)), *body):
                 self._lose(each, why, doubtful=doubtful)
 
-    def _simple(self, statement: _ScriptStatement) -> None:
+    def _simple(self, statement: ScriptStatement) -> None:
         words = self._expanded(statement.words)
         name = words[0].text if words else ""
         if name.startswith("--") and words[0].segments[0].source == words[0].segments[0].text:
@@ -542,20 +275,17 @@ class _ScriptReader:
                 f"line {statement.line} begins a command with {name}: a line before it must end in \\, with no blank "
                 "and no comment behind it"
             )
-        if name in ("source", ".") and len(words) > 1:
-            self.script.sourced.append(words[1])
-        for word in words[1:]:
-            if name == "unset":
-                self.variables.pop(word.text, None)
-            elif name == "read":
-                text = ScriptText(word.text, 0, "", why="it is read as the script runs")
-                self.variables[word.text] = [ScriptWord([text])]
-        if not words or name in _DECLARES:
+        for word in words[1:] if name == "unset" else ():
+            self.variables.pop(word.text, None)
+        if not words or name in DECLARES:
             self._assign(statement)
+        self._changes(statement, words)
+        if not self.depth and (name in ("exit", "return") or (name == "exec" and len(words) > 1)):
+            self.ended = f"{name} on line {statement.line} ends the script before it"
         self.script.commands += [words] if words else []
         self.script.commands += [self._expanded(statement.heredoc)] if statement.heredoc else []
 
-    def _assign(self, statement: _ScriptStatement, why: str = "") -> None:
+    def _assign(self, statement: ScriptStatement, why: str = "") -> None:
         for name, appends, value, is_array in statement.assignments:
             words = self._expanded(value) if is_array else [self._one(value[0], quoted=True)]
             if why and is_array:
@@ -565,7 +295,10 @@ class _ScriptReader:
                 ]
             elif why:
                 words = [ScriptWord([ScriptText(f"${name}", statement.line, "", True, why)])]
-            before = self.variables.get(name, []) if appends else []
+            elif name in self.integers and (appends or not re.fullmatch("[1-9][0-9]*|0", words[0].text)):
+                why_not = words[0].why or "it is declared as a whole number, which is not computed"
+                words = [ScriptWord([ScriptText(f"${name}", statement.line, "", True, why_not)])]
+            before = self.variables.get(name, []) if appends and name not in self.integers else []
             if before and not is_array:
                 words = [ScriptWord([*before[-1].segments, *words[0].segments])]
                 before = before[:-1]
@@ -594,14 +327,17 @@ class _ScriptReader:
             raise ValueError("a value of more than a million characters")
         return found
 
-    def _part(self, part: _WordPart) -> Value:
+    def _part(self, part: WordPart) -> Value:
         text, why = part.text, ""
         if part.kind == "variable":
             return self._variable(part)
         if part.kind == "command":
             why = "a command is not executed"
+        elif part.kind == "inner":
+            text, why = f"${part.text}", "the script in the here document sets it"
         elif part.kind == "arithmetic":
             inner = self._one(part.parts)
+            self._change(inner.text, part.line, "$((…))")
             try:
                 text = str(arithmetic(re.sub(r"[A-Za-z_]\w*", lambda name: self._plain(name[0]), inner.text)))
                 why = inner.why
@@ -613,20 +349,22 @@ class _ScriptReader:
         words = self.variables.get(name, [])
         return words[0].text if len(words) == 1 and not words[0].why else name
 
-    def _variable(self, part: _WordPart) -> Value:
+    def _variable(self, part: WordPart) -> Value:
         name, operation = part.text, part.operation
         source = f"${{{name}}}" if operation else f"${name}"
-        if name == "#":
+        if name == "#" and name not in self.variables:
             return [ScriptText("0", part.line, "$#", part.quoted)]
         words = self.variables.get(name)
         missing = words is None or (operation.startswith(":") and not "".join(word.text for word in words))
-        if operation[-1:] in ("-", "=") and missing:
+        if operation[-1:] == "=" and missing:
+            self.variables[name] = words = [self._one(part.parts, quoted=True)]
+        elif operation[-1:] == "-" and missing:
             return [each._replace(quoted=each.quoted or part.quoted) for each in self._segments(part.parts)]
         if operation[-1:] == "+":
             return [] if missing else self._segments(part.parts)
         if words is None:
             argument = name.isdigit() or name in "@*"
-            why = "it is an argument of the script" if argument else f"{name} is not set in the file"
+            why = ARGUMENT if argument else f"{name} is not set in the file"
             return [ScriptText(source, part.line, source, part.quoted, why)]
         found = Value()
         for number, word in enumerate(words):
@@ -634,7 +372,7 @@ class _ScriptReader:
             found += [each._replace(quoted=part.quoted and len(words) == 1) for each in word.segments]
         return found
 
-    def _holds(self, statements: Sequence[_ScriptStatement] | None) -> bool | None:
+    def _holds(self, statements: Sequence[ScriptStatement] | None) -> bool | None:
         """Returns whether a condition holds; None if that does not follow from the file."""
         found = True if statements is None else None
         negates = False
@@ -643,7 +381,9 @@ class _ScriptReader:
                 negates = True
                 continue
             if statement.kind != "simple":
+                self._unset(statement, f"the condition on line {statement.line} sets it")
                 return None
+            self._changes(statement, self._expanded(statement.words))
             held = self._test([self._one(parts) for parts in statement.words])
             held, negates = _not(held) if negates else held, False
             if statement.joint == "&&":

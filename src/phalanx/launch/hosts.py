@@ -169,6 +169,10 @@ def parse_hosts(text: str, name: str) -> list[HostSlots]:
         found = [int(count[1]) for count in counts if count] + ([int(match[2])] if match[2] else [])
         if len({*found}) > 1:
             problems.append(f"{name}:{number}: {match[1]} has {' and '.join(map(str, found))} slots: keep one of them")
+        if 0 in found:
+            problems.append(
+                f"{name}:{number}: {match[1]} has no slots, so no process would run there: leave the line out"
+            )
         if found:
             stated.add(match[1])
         slots[match[1]] = slots.get(match[1], 0) + (found[0] if found else 1)

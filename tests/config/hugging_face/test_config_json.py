@@ -286,6 +286,23 @@ def test_the_language_model_beside_images_is_of_its_own_kind():
         assert (found.family.model_type, found.in_images) == (kind, True)
 
 
+def test_growing_queries_have_a_rate_where_positions_are_given():
+    """Without one transformers fails, with positions of its own it takes 0.1."""
+    values = config_json.write(PRESETS["ministral3-8b"], "ministral3")[1]
+    for name in ("llama_4_scaling_beta", "original_max_position_embeddings"):
+        rope = {key: value for key, value in values["rope_parameters"].items() if key != name}
+        with pytest.raises(JobError, match=f"rope_parameters.{name} is missing"):
+            config_json.read(values | {"rope_parameters": rope})
+    del values["rope_parameters"]
+    assert config_json.read(values).model.query_growth.rate == 0.1
+
+
+def test_double_mlps_without_layers_that_share_keys_are_none():
+    model = replace(PRESETS["gemma4-e2b"], shared_keys=0)
+    assert model.double_mlp
+    assert config_json.write(model)[0].model_type == "gemma4_text"
+
+
 def test_longrope_is_read_as_the_way_of_short_texts():
     scaling = {"type": "su", "short_factor": [1.0] * 48, "long_factor": [2.0] * 48}
     values = config_json.write(PRESETS["phi3-mini"], "phi3")[1]

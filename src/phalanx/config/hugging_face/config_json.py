@@ -367,6 +367,7 @@ def plain(model: ModelConfig) -> ModelConfig:
         sparse=replace(model.sparse, dense_warmup=False, index_loss=default.sparse.index_loss)
         if model.sparse.top_k
         else default.sparse,
+        double_mlp=model.double_mlp and model.shared_keys > 0,
         delta=model.delta if "delta" in model.attention.split(",") else DeltaNet(),
         attention_scale=0.0
         if isclose(model.attention_scale, model.head_size**-0.5, rel_tol=1e-12)

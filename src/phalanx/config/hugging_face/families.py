@@ -97,9 +97,10 @@ class GrowingRope(terms.Rope):
     def read(self, source: ConfigReader, fields: Fields) -> None:
         super().read(source, fields)
         rope = source.inside("rope_parameters" if source.holds("rope_parameters") else "rope_scaling")
+        # Where one of the two is named, transformers has no value in place of what it does not say.
         named = source.holds("rope_parameters") or source.holds("rope_scaling")
-        rate = rope.take("llama_4_scaling_beta", float, 0.0 if named else 0.1)
-        length = rope.take("original_max_position_embeddings", int, 16384, least=1)
+        rate = rope.take("llama_4_scaling_beta", float, REQUIRED if named else 0.1)
+        length = rope.take("original_max_position_embeddings", int, REQUIRED if named else 16384, least=1)
         if rate:
             fields |= {"query_growth.rate": rate, "query_growth.length": length, "query_growth.first": 0}
 
