@@ -83,6 +83,20 @@ def test_a_file_of_prompts_sets_nothing_else(tmp_path):
     (tmp_path / "p.jsonl").write_text('{"prompt": "a", "id": 1}\n{"prompt": "b", "temperature": 0, "max_tokens": 3}\n')
     with pytest.raises(DataError, match=r"p\.jsonl:2: temperature, max_tokens: options set these, for all prompts"):
         read_prompts(tmp_path / "p.jsonl")
+    (tmp_path / "p.jsonl").write_text('{"prompt": "a", "system": "be brief"}\n')
+    with pytest.raises(DataError, match="system: a prompt is a text alone"):
+        read_prompts(tmp_path / "p.jsonl")
+
+
+def test_prompts_in_json_under_another_ending_are_no_prompts_as_they_stand(tmp_path):
+    (tmp_path / "p.NDJSON").write_text('{"prompt": "a"}\n"b"\n')
+    assert read_prompts(tmp_path / "p.NDJSON") == ["a", "b"]
+    for name, text in (("p.txt", '{"prompt": "a"}\n{"prompt": "b"}\n'), ("p.json", '[\n"a"]'), ("p.json", '{"a": 1}')):
+        (tmp_path / name).write_text(text)
+        with pytest.raises(DataError, match="is JSON: write one prompt per line into a .jsonl file"):
+            read_prompts(tmp_path / name)
+    (tmp_path / "p.txt").write_text("{\n  x\n")
+    assert read_prompts(tmp_path / "p.txt") == ["{", "  x"]
 
 
 def test_a_checkpoint_where_a_run_is_wanted_is_answered_with_its_run(tmp_path):

@@ -5,6 +5,7 @@ import io
 import os
 import pickle
 import pickletools
+import shutil
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from phalanx.checkpoint import dcp
+from phalanx.checkpoint.consolidated import open_source
 from phalanx.checkpoint.dcp import FACTS, OPERATIONS, DcpReader
 from phalanx.checkpoint.manifest import Box, StoredTensor
 from phalanx.checkpoint.shard_file import DTYPES
@@ -163,7 +165,7 @@ def metadata(size=(2, 3), chunks=(((0, 0), (2, 3)),), file="__0_0.distcp", offse
 WRONG = {
     "outside": (metadata(file="../x"), "a file outside its directory"),
     "absolute": (metadata(file="/etc/passwd"), "a file outside its directory"),
-    "absent": (metadata(file="y"), "No such file"),
+    "absent": (metadata(file="y"), "files are missing: y"),
     "past the end": (metadata(offset=10), "ends before the 100 bytes at 10"),
     "negative": (metadata(offset=-10), "ends before"),
     "huge": (metadata(size=(2**40, 3), chunks=(((0, 0), (2**40, 3)),)), "w is larger than what its files hold"),
@@ -223,3 +225,25 @@ def test_only_the_operations_in_use_are_allowed(path):
     """Those that torch writes now; a later torch that writes more would be refused, and this test would tell."""
     used = {code.name for code, _, _ in pickletools.genops((path / ".metadata").read_bytes())}
     assert used <= set(OPERATIONS)
+
+
+def test_a_part_of_a_checkpoint_says_what_is_missing(path, tmp_path):
+    """And a folder of several says so, as torchtitan's step-10 and step-20 are."""
+    several = tmp_path / "several"
+    several.mkdir()
+    shutil.copytree(path, several / "step-10")
+    with pytest.raises(CheckpointError, match="is a folder of checkpoints of torch's DCP: name one .*step-10"):
+        open_source(several, trusted=True)
+    [part, *_] = sorted((several / "step-10").glob("*.distcp"))
+    with pytest.raises(CheckpointError, match="is one file of a checkpoint of torch's DCP"):
+        open_source(part, trusted=True)
+    content = part.read_bytes()
+    part.write_bytes(bytes(len(content)))
+    with pytest.raises(DamagedCheckpointError, match="its bytes are no tensor that torch saved"):
+        open_source(several / "step-10", trusted=True)  # it reads the facts
+    part.rename(part.with_name("other.distcp"))
+    with pytest.raises(DamagedCheckpointError, match=f"is refused: files are missing: {part.name}"):
+        open_source(several / "step-10", trusted=True)
+    (several / "step-10" / ".metadata").unlink()
+    with pytest.raises(DamagedCheckpointError, match="no .metadata, which is written last"):
+        open_source(several / "step-10", trusted=True)

@@ -289,6 +289,15 @@ def test_the_prompt_is_the_beginning_of_the_training_text(tmp_path: Path, templa
     assert stored[4 * len(prompt) + 3] >> 7  # the first of the answer
 
 
+def test_a_message_that_the_template_passes_over_is_refused() -> None:
+    source = "{% for m in messages %}{% if m.role == 'user' %}{{ m.content | upper }}{% endif %}{% endfor %}"
+    chat = ChatPrompts(ChatTemplate(source, {}, "users only", trusted=True), ByteTokenizer())
+    said = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}, {"role": "user", "content": "x"}]
+    assert chat.text(said) == "HIX"
+    with pytest.raises(ValueError, match=r"messages\[0\].content is not written .* of the role 'system' there"):
+        chat.text([{"role": "system", "content": "be brief"}, *said])
+
+
 def test_without_a_template_there_are_no_prompts_and_refusals_are_passed_on(tmp_path: Path) -> None:
     assert ChatPrompts.of_run(tmp_path, ByteTokenizer()) is None
     refusing = ChatTemplate("{{ raise_exception('no') }}", {}, "refusing", trusted=True)

@@ -566,3 +566,16 @@ def test_plain_text_has_no_field(tmp_path):
         text_files(data)
     (tmp_path / "b.jsonl").write_text('{"body": "text"}\n')
     assert len(text_files(data)) == 2
+
+
+def test_a_file_of_zstd_that_was_cut_is_not_taken_for_a_whole_one(tmp_path: Path) -> None:
+    zstandard = pytest.importorskip("zstandard")
+    lines = "".join(json.dumps({"text": f"{n}"}) + "\n" for n in range(1000))
+    frame, file = zstandard.compress(lines.encode()), tmp_path / "a.jsonl.zst"
+    skippable = b"\x50\x2a\x4d\x18" + struct.pack("<I", 3) + b"abc"
+    file.write_bytes(frame + skippable + frame)
+    assert texts(file) == [f"{n}" for n in range(1000)] * 2
+    for cut in (1, 4, len(frame) // 2):
+        file.write_bytes(frame + frame[:-cut])
+        with pytest.raises(DataError, match="the file is damaged or cut: it ends within a frame of zstd"):
+            texts(file)

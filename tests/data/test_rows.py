@@ -329,6 +329,10 @@ def test_no_value_of_another_kind_is_dropped_silently(row: dict[str, Any]) -> No
         ({"prompt": "q", "chosen": "a", "rejected": "b"}, r"pairs, for data.corpus=preferences$"),
         ({"messages": [{"from": "Human", "value": "q"}, SAID]}, r"unknown role 'Human'; did you mean human\?"),
         ({"messages": [USER, {"role": "assistant", "content": []}]}, "message 2: no answer: its content is empty"),
+        (
+            {"messages": [USER, {"role": "assistant", "content": "a", "thinking": "b", "reasoning_content": "c"}]},
+            "message 2: its reasoning_content and thinking differ",
+        ),
     ],
     ids=str,
 )

@@ -139,6 +139,9 @@ def _with_tensor(path, name, values):
         ({"attention.head_count_kv": [2, 1]}, r"head_count_kv is \[2, 1\], expected one int for all layers"),
         ({"feed_forward_length": 64}, r"ffn_up.weight is \[96, 64\], and blocks.0.mlp.up.weight needs \[64, 64\]"),
         ({"split.count": 2}, "one of 2 parts; merge them first"),
+        ({"split.count": "two"}, "one of two parts"),
+        ({"general.type": "adapter"}, "general.type is 'adapter', and a model is read"),
+        ({"vocab_size": 50}, "llama.vocab_size is 50, and token_embd.weight has 64 rows"),
     ],
 )
 def test_what_is_not_understood_is_named(metadata, message, tmp_path):
@@ -213,6 +216,8 @@ def test_the_tokenizer_is_that_of_the_metadata(tmp_path):
     assert tokenizer.separator == tuple(tokenizer.encode("\n"))  # none of the known ends of texts
     assert settings_of(metadata)["eos_token"] == "<|end|>"
     assert settings_of(metadata)["chat_template"] == "{{ messages }}"
+    several = settings_of(metadata | {"tokenizer.chat_template.tool_use": "{{ tools }}"})["chat_template"]
+    assert [each["name"] for each in several] == ["default", "tool_use"]
     assert '"TemplateProcessing"' not in definition_of(metadata, tmp_path)
     begun = metadata | {"tokenizer.ggml.add_bos_token": True, "tokenizer.ggml.bos_token_id": 0}
     assert json.loads(definition_of(begun, tmp_path))["post_processor"]["type"] == "TemplateProcessing"
@@ -284,6 +289,8 @@ def _merged(text, metadata, prefix):
         ({"tokenizer.ggml.merges": ["h h"]}, "the merge 'h h' is not of two tokens"),
         ({"tokenizer.ggml.tokens": ["a", "a"]}, "some of its 2 tokens occur twice"),
         ({"tokenizer.ggml.tokens": 5}, "is no list of texts"),
+        ({"tokenizer.ggml.eos_token_id": 5000}, "eos_token_id is 5000, and it has 260 tokens"),
+        ({"tokenizer.ggml.bos_token_id": "<s>"}, "bos_token_id is '<s>', and it has 260 tokens"),
     ],
 )
 def test_other_tokenizers_are_refused(change, message, tmp_path):

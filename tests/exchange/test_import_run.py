@@ -214,6 +214,14 @@ BAD = {
     "gguf": (lambda f: (f / "model.safetensors").rename(f / "m.gguf"), "m.gguf is imported by its own name"),
     "index outside": (lambda f: _index(f, {"weight_map": {"a": "../b.safetensors"}}), "not there: ../b.safetensors"),
     "tokenizer": (lambda f: (f / "tokenizer.json").write_text("{}"), "tokenizer.json: the tokenizers library cannot"),
+    "ends": (
+        lambda f: (f / "generation_config.json").write_text('{"eos_token_id": [2, "</s>"]}'),
+        r"generation_config.json cannot be read: eos_token_id is \[2, '</s>'\], expected the number of a token",
+    ),
+    "small list": (
+        lambda f: (f / "special_tokens_map.json").write_text("[]"),
+        "special_tokens_map.json cannot be read",
+    ),
     "small file": (lambda f: (f / "tokenizer_config.json").write_text("{"), "tokenizer_config.json cannot be read"),
 }
 
@@ -227,6 +235,14 @@ def test_what_is_wrong_is_named_and_nothing_is_left(folder: Path, out: Path, nam
         import_folder([folder], out)
     assert error.value.exit_code == 4
     assert not list(out.parent.iterdir())
+
+
+def test_a_missing_file_of_several_is_named_where_its_tensors_are_needed(folder: Path, out: Path):
+    write_folder(folder, files=3)
+    (folder / "model.safetensors.index.json").unlink()
+    (folder / "model-00002-of-00003.safetensors").unlink()
+    with pytest.raises(CheckpointError, match="say that there are more: model-00002-of-00003.safetensors"):
+        import_folder([folder], out)
 
 
 def test_a_tokenizer_with_more_tokens_than_rows_is_refused(folder: Path, out: Path):

@@ -270,6 +270,12 @@ def test_tensors_that_do_not_fit_are_named(home: Path, name: str) -> None:
     assert not list((home / "runs").iterdir())
 
 
+def test_modules_without_the_matrices_that_the_settings_name_are_told(home: Path) -> None:
+    write_adapter(home, str(home / "base"), [Q.format(0)], target_modules=["q_proj", "v_proj", "router"])
+    [note] = [each for each in import_folder([home / "adapter"], home / "run").notes if "merged" in each]
+    assert note.endswith("; there are no matrices of v_proj, which target_modules names")
+
+
 def test_a_module_to_save_that_was_not_saved_is_named(home: Path) -> None:
     write_adapter(home, str(home / "base"), [Q.format(0)], modules_to_save=["classifier", "lm_head"])
     with pytest.raises(CheckpointError, match="no tensor of lm_head, which modules_to_save of adapter_config.json"):

@@ -140,6 +140,8 @@ def read(path: Path) -> tuple[dict[str, StoredTensor], dict[str, ShardFile], Dcp
 def _reason(error: Exception) -> str:
     if isinstance(error, KeyError):
         return "it holds an operation that no DCP checkpoint needs"
+    if isinstance(error, EOFError):
+        return "it is empty, or ends too early"
     return str(error) if isinstance(error, pickle.UnpicklingError | ValueError | OSError) else type(error).__name__
 
 
@@ -147,11 +149,18 @@ def _parse(path: Path, metadata: Any) -> tuple[dict[str, StoredTensor], dict[str
     entries = _of(metadata, "Metadata").field("state_dict_metadata", dict)
     places = DcpPlaces()
     files: dict[str, ShardFile] = {}
+    missing: set[str] = set()
     located: dict[tuple[str, tuple[int, ...]], tuple[str, int, int]] = {}
     for index, info in metadata.field("storage_data", dict).items():
         if isinstance(index, Record) and isinstance(index.state, dict) and index.state.get("offset") is not None:
-            where = _place(path, _of(info, "_StorageInfo"), files)
+            try:
+                where = _place(path, _of(info, "_StorageInfo"), files)
+            except FileNotFoundError as error:
+                missing.add(Path(error.filename).name)
+                continue
             located[_of(index, "MetadataIndex").field("fqn", str), _sizes(index.state["offset"])] = where
+    if missing:
+        raise ValueError(f"files are missing: {', '.join(sorted(missing)[:5])}{', ...' * (len(missing) > 5)}")
     tensors: dict[str, StoredTensor] = {}
     others: list[str] = []
     for name, entry in entries.items():
@@ -264,7 +273,8 @@ class DcpReader(Reader):
                 raise OSError(f"it is no {dtype} of shape {there.sizes}")
             return found.detach()[common.within(there)]
         except (OSError, RuntimeError, ValueError, EOFError, pickle.UnpicklingError) as error:
-            reason = str(error).partition("\n")[0]
+            unread = isinstance(error, pickle.UnpicklingError | EOFError)  # torch advises to load it unsafely
+            reason = "its bytes are no tensor that torch saved" if unread else str(error).partition("\n")[0]
             raise DamagedCheckpointError(f"checkpoint file {path}: {name} cannot be read: {reason}") from None
 
 

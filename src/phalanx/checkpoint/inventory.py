@@ -313,16 +313,30 @@ def root_of(path: Path) -> Path:
     raise NotFoundError(f"no checkpoints in {path}: it is neither a run's directory nor a folder of step-NNNNNN")
 
 
+_DCP = ".metadata"
+"""The file of a checkpoint of torch's DCP that says what the others hold."""
+
+
 def form_of(path: Path) -> Literal["checkpoint", "safetensors", "dcp"]:
     """Returns the form of what is at `path`: a checkpoint, also that of a run or a folder, consolidated safetensors, or
-    a checkpoint of torch's DCP."""
+    a checkpoint of torch's DCP. Raises CheckpointError for a part of one, and for a folder of several."""
     # A run that was tuned by preferences has safetensors of its own, too.
     if os.path.isfile(path / MANIFEST) or os.path.isdir(path / "checkpoints"):
         return "checkpoint"
-    if os.path.isfile(path / ".metadata"):
+    if os.path.isfile(path / _DCP):
         return "dcp"
     folder = os.path.isdir(path)
+    if path.suffix == ".distcp" and os.path.isfile(path):
+        raise CheckpointError(f"{path} is one file of a checkpoint of torch's DCP: name its folder, {path.parent}")
+    if folder and (parts := sorted(path.glob("*.distcp"))):
+        raise DamagedCheckpointError(
+            f"{path} holds {len(parts)} files of a checkpoint of torch's DCP, such as {parts[0].name}, and no {_DCP}, "
+            "which is written last: it was not saved to its end, or not copied as a whole"
+        )
     shards = [each for each in path.glob("*.safetensors") if not each.name.startswith("rank-")] if folder else []
+    if not shards and (inside := sorted(path.glob(f"*/{_DCP}"))):
+        names = ", ".join(str(each.parent) for each in inside[:5]) + ", ..." * (len(inside) > 5)
+        raise CheckpointError(f"{path} is a folder of checkpoints of torch's DCP: name one of them, {names}")
     return "safetensors" if shards or (not folder and path.name.endswith(".safetensors")) else "checkpoint"
 
 

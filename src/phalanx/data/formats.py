@@ -58,6 +58,8 @@ _NO_TEXT = {
 _ENCODINGS = {b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16"}
 
 Form = Literal["lines", "array", "csv", "tsv", "parquet", "arrow", "text"]
+_ZSTD_BYTES = 4096
+"""Bytes of a file of zstd that are decompressed at once, to at most 32,768 times as many."""
 IN_WORDS: dict[Form, str] = {
     "lines": "JSON lines",
     "array": "a JSON array",
@@ -126,10 +128,39 @@ def open_data(file: Path) -> IO[bytes]:
                 f"{file} is compressed with zstd: pip install 'phalanx[formats]' for its reader, or unpack it: "
                 f"zstd -dc {file} > NAME"
             ) from None
-        return io.BufferedReader(
-            zstandard.ZstdDecompressor().stream_reader(open_regular(file), read_across_frames=True)
-        )
+        return io.BufferedReader(_Zstandard(zstandard.ZstdDecompressor(), open_regular(file)))
     return open_regular(file)
+
+
+class _Zstandard(io.RawIOBase):
+    """The content of a file of zstd. Raises EOFError where it ends within a frame, at which the package's own stream
+    ends as if it were whole."""
+
+    def __init__(self, decompressor: Any, file: IO[bytes]):
+        self._decompressor, self._file = decompressor, file
+        self._frame: Any = None
+        self._next, self._ready = b"", memoryview(b"")
+
+    def readable(self) -> bool:
+        return True
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()
+
+    def readinto(self, buffer: Any) -> int:
+        while not self._ready:
+            if not (content := self._next or self._file.read(_ZSTD_BYTES)):
+                if self._frame is not None:
+                    raise EOFError("it ends within a frame of zstd")
+                return 0
+            self._frame = self._frame or self._decompressor.decompressobj()
+            self._ready, self._next = memoryview(self._frame.decompress(content)), b""
+            if self._frame.eof:
+                self._next, self._frame = self._frame.unused_data, None
+        size = min(len(buffer), len(self._ready))
+        buffer[:size], self._ready = self._ready[:size], self._ready[size:]
+        return size
 
 
 def form_of(file: Path) -> Form:

@@ -25,7 +25,17 @@ from phalanx.config.job import Data
 from phalanx.data.corpus import SAVED_FACTS, Scan, chosen_files, code_points, describe, in_order
 from phalanx.data.formats import ROW_SUFFIXES, missing, records, records_inside
 from phalanx.data.index import ANSWER, EncodedRows
-from phalanx.data.template import ANSWERS, FOR_TOOLS, ChatTemplate, Part, Renderer, find_template, replaced, texts_of
+from phalanx.data.template import (
+    ANSWERS,
+    FOR_TOOLS,
+    THOUGHTS,
+    ChatTemplate,
+    Part,
+    Renderer,
+    find_template,
+    replaced,
+    texts_of,
+)
 from phalanx.data.tokenizer import Tokenizer, require_in_vocabulary
 from phalanx.data.workers import Workers
 from phalanx.errors import DataError
@@ -499,6 +509,9 @@ def _message_problems(message: Any) -> Iterator[str]:
         allowed = f"allow it with data.ignore_keys=[{_OF_MESSAGES}{name}]"
         yield f"{name!r} is not understood{hint} (known: {', '.join(known)}); {allowed}"
     yield from _trained_problems(message)
+    thoughts = [name for name in THOUGHTS if message.get(name)]
+    if any(message[name] != message[thoughts[0]] for name in thoughts):
+        yield f"its {' and '.join(thoughts)} differ: leave one out with data.ignore_keys=[{_OF_MESSAGES}{thoughts[-1]}]"
     if message.get("tool_calls") and role == ANSWERS and content in (None, ""):
         return
     if content is None:

@@ -490,7 +490,16 @@ class ChatPrompts:
                 if message[name] and name not in self.template.source:
                     raise ValueError(f"messages[{number}].{name[:100]} is not written by the model's chat template")
         with self._lock:
-            return self._renderer.prompt(messages)
+            text = self._renderer.prompt(messages)
+            for number, message in enumerate(messages):
+                content = message.get("content")
+                if message["role"] == ANSWERS or not isinstance(content, str) or content.strip() in text:
+                    continue
+                others = [*messages[:number], {**message, "content": f"{content}\ufdd0"}, *messages[number + 1 :]]
+                if self._renderer.prompt(others) == text:
+                    role = f"which passes over messages of the role {message['role'][:100]!r} there"
+                    raise ValueError(f"messages[{number}].content is not written by the model's chat template, {role}")
+            return text
 
     def encode(self, text: str) -> list[int]:
         """Returns the tokens of such a text, in which special tokens are themselves. Raises DataError as the
@@ -629,8 +638,7 @@ def _require_special(config: Mapping[str, Any], folder: Path) -> None:
     """Raises DataError for settings with which transformers reads the special tokens of a template as text."""
     if config.get("split_special_tokens") is True:
         raise DataError(
-            f"{folder / TOKENIZER_CONFIG}: split_special_tokens is true, with which transformers reads the special "
-            "tokens that a template writes as plain text: set it to false"
+            f"{folder / TOKENIZER_CONFIG}: split_special_tokens is true: a template's would be text; set it to false"
         )
 
 

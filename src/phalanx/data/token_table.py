@@ -248,6 +248,10 @@ def definition_of(
         tokens, types = _texts(metadata, "tokens"), metadata.get("tokenizer.ggml.token_type", [])
         if len(set(tokens)) != len(tokens) or not isinstance(types, list) or len(types) not in (0, len(tokens)):
             raise ValueError(f"some of its {len(tokens):,} tokens occur twice, or not all have a kind")
+        for name in ("bos", "eos"):
+            stated = metadata.get(f"{_TABLE}{name}_token_id", _NO_TOKEN)
+            if stated != _NO_TOKEN and f"{name}_token_id" not in token_ids_of(metadata):
+                raise ValueError(f"{_TABLE}{name}_token_id is {stated!r}, and it has {len(tokens):,} tokens")
         parts = parts_of(metadata, tokens, types, unigram=model == UNIGRAM) if pieces else _byte_level(metadata, tokens)
     except ValueError as error:
         raise DataError(f"{path}: {error}; {instead}") from None
@@ -294,9 +298,17 @@ def settings_of(metadata: Mapping[str, Any]) -> dict[str, Any]:
     settings: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast"}
     settings |= {name.removesuffix("_id"): tokens[number] for name, number in token_ids_of(metadata).items()}
     settings["add_bos_token"] = _adds_begin(metadata)
-    if isinstance(template := metadata.get("tokenizer.chat_template"), str):
+    start = f"{_TEMPLATE}."
+    if isinstance(template := metadata.get(_TEMPLATE), str):
         settings["chat_template"] = template
+        named = {key.removeprefix(start): each for key, each in metadata.items() if key.startswith(start)}
+        if named:
+            every = {"default": template, **named}
+            settings["chat_template"] = [{"name": name, "template": each} for name, each in every.items()]
     return settings
+
+
+_TEMPLATE = "tokenizer.chat_template"
 
 
 def token_ids_of(metadata: Mapping[str, Any]) -> dict[str, int]:
@@ -352,6 +364,8 @@ def alphabet() -> dict[int, str]:
 _KINDS = {1: UNIGRAM, 2: "llama"}
 """trainer_spec.model_type, with tokenizer.ggml.model; others are words and characters."""
 _TABLE = "tokenizer.ggml."
+_NO_TOKEN = 2**32 - 1
+"""The id of a special token that there is not: -1 in 32 bits."""
 _TEKKEN_SPECIAL = (
     *("<unk>", "<s>", "</s>", "[INST]", "[/INST]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]", "[TOOL_RESULTS]"),
     *("[/TOOL_RESULTS]", "[TOOL_CALLS]", "[IMG]", "<pad>", "[IMG_BREAK]", "[IMG_END]", "[PREFIX]", "[MIDDLE]"),

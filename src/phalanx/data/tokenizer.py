@@ -176,7 +176,12 @@ def _with_flags_beside(text: str, stored: Any, file: Path) -> str:
         return text
     flags = {each.get("content"): each for each in beside.values() if isinstance(each, dict)}
     tokens = [
-        token | {name: value for name, value in flags.get(token.get("content"), {}).items() if name in _FLAGS}
+        token
+        | {
+            name: value
+            for name, value in flags.get(token.get("content"), {}).items()
+            if name in _FLAGS and isinstance(value, bool)
+        }
         if isinstance(token, dict)
         else token
         for token in added

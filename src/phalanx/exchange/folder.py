@@ -114,6 +114,8 @@ def open_folder(paths: Sequence[Path], ignored: Sequence[str] = (), base: Path |
     if config is None:
         is_run = (paths[0] / "config.yaml").exists()
         own = "; it is a run already: model.from, generate and export take it" * is_run
+        if gguf := next((file for file in files if file.suffix == ".gguf"), None):
+            own = f"; {gguf} is imported by its own name"
         raise CheckpointError(f"{', '.join(map(str, paths))}: there is no {CONFIG}, which describes the model{own}")
     try:
         described = config_json.read_file(config, ignored)
@@ -231,6 +233,11 @@ def tensor_problems(
         expected: the shapes by the table's names.
         surplus: stored names that nothing needs.
     """
+    files = {box[0] for tensor in weights.tensors.values() for box in tensor.boxes}
+    parts = [found for each in files if (found := re.fullmatch(r"(.+-)\d{5}(-of-(\d{5})\.safetensors)", each))]
+    named = {f"{part[1]}{number:05d}{part[2]}" for part in parts for number in range(1, 1 + int(part[3]))}
+    if expected.keys() - names.keys() and (absent := sorted(named - files)):
+        yield f"{weights.path}: the numbers of its files say that there are more: {', '.join(absent[:3])}"
     for name, shape in expected.items():
         stored = names.get(name)
         if stored is None:

@@ -134,10 +134,10 @@ class _Header:
             if key in metadata:
                 raise ValueError(f"the key {key!r} occurs twice")
             metadata[key] = self._value(self._number("I"), key)
-        if metadata.get("split.count", 1) > 1:
-            raise CheckpointError(
-                f"it is one of {metadata['split.count']} parts; merge them first: llama-gguf-split --merge FIRST OUT"
-            )
+        if (parts := metadata.get("split.count", 1)) not in (0, 1):
+            raise CheckpointError(f"it is one of {parts} parts; merge them first: llama-gguf-split --merge FIRST OUT")
+        if (what := metadata.get("general.type", "model")) != "model":
+            raise CheckpointError(f"general.type is {what!r}, and a model is read")
         return metadata, self._tensors(n_tensors, metadata.get("general.alignment", 32))
 
     def _tensors(self, count: int, alignment: object) -> dict[str, GgufTensor]:
@@ -266,7 +266,7 @@ _LATENT = ("deepseek2",)
 """Architectures with latent attention."""
 _OWN_SCALE = {("gemma2", 46), ("gemma3", 62)}
 """Architectures with the layers whose scores are divided by √(d_model / n_heads): the 27B models."""
-_IGNORED = {"vocab_size", "tensor_data_layout", "rope.scaling.finetuned", "attention.causal"}
+_IGNORED = {"tensor_data_layout", "rope.scaling.finetuned", "attention.causal"}
 """Keys that say nothing that the tensors do not."""
 _GATES: Mapping[int, Literal["softmax", "sigmoid"]] = {0: "softmax", 1: "softmax", 2: "sigmoid"}
 """Functions of routers by their numbers; 0 is not stated."""
@@ -329,13 +329,14 @@ def model_of(file: GgufFile) -> ModelConfig:
             "n_kv_heads": values.take("attention.head_count_kv", heads),
             "head_dim": 0 if head * heads == width else head,
         }
+    rows = file.tensors["token_embd.weight"].shape[0] if "token_embd.weight" in file.tensors else 1
     of_norm = "attention.layer_norm_rms_epsilon" if kind["norm"] == "rmsnorm" else "attention.layer_norm_epsilon"
     fields |= {
         "n_layers": layers,
         "d_model": width,
         "n_heads": heads,
         "d_ff": values.take("feed_forward_length", 0 if experts else None),
-        "vocab_size": file.tensors["token_embd.weight"].shape[0] if "token_embd.weight" in file.tensors else 1,
+        "vocab_size": rows,
         "seq_len": values.take("context_length"),
         "norm_eps": values.take(of_norm, math.nan),
         "tied": is_tied(file),
@@ -344,6 +345,8 @@ def model_of(file: GgufFile) -> ModelConfig:
         "attention_scale": values.take("attention.scale", 0.0),
         "qkv_bias": kind.get("qkv_bias", False) or (not kind["bias"] and "blk.0.attn_q.bias" in file.tensors),
     }
+    if (stated := values.take("vocab_size", rows)) != rows:
+        values.problems.append(f"{values.prefix}vocab_size is {stated}, and token_embd.weight has {rows} rows")
     if (architecture, layers) in _OWN_SCALE:
         fields["attention_scale"] = (width / max(heads, 1)) ** -0.5
     if "parallel_block" in kind:

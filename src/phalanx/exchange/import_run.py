@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from phalanx.blocks.parameters import count, parameter_shapes
-from phalanx.bounded import parse_json, read_bytes
+from phalanx.bounded import kind_of, parse_json, read_bytes
 from phalanx.check.job import problems_of
 from phalanx.check.load import as_dict
 from phalanx.check.start import KEPT
@@ -306,7 +306,12 @@ def _small_files(folder: HuggingFaceFolder) -> dict[str, bytes]:
         try:
             content = read_bytes(file, MOST_SMALL_BYTES)
             if file.suffix == ".json":
-                parse_json(content, lenient=True)  # model_max_length may have 31 digits
+                values = parse_json(content, lenient=True)  # model_max_length may have 31 digits
+                if not isinstance(values, dict):
+                    raise ValueError(f"expected an object, found {kind_of(values)}")
+                ends = values.get("eos_token_id") if file.name == "generation_config.json" else None
+                if not all(type(each) is int for each in (ends if isinstance(ends, list) else [ends or 0])):
+                    raise ValueError(f"eos_token_id is {ends!r}, expected the number of a token, or a list of numbers")
             found[file.name] = content
         except (OSError, ValueError) as error:
             raise CheckpointError(f"{file} cannot be read: {error}") from None

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from pathlib import Path
@@ -62,6 +62,8 @@ class PeftAdapter:
     """fan_in_fan_out."""
     saved: Sequence[str]
     """modules_to_save: modules whose tensors replace those of the base."""
+    targets: Sequence[str]
+    """target_modules where it is a list: modules with matrices of LoRA."""
     weights: Manifest
 
     def scale_and_rank(self, module: str) -> tuple[float, int]:
@@ -112,8 +114,11 @@ def open_adapter(config: Path) -> PeftAdapter:
     if reader.problems:
         way = "merge it into its base with peft, merge_and_unload() and save_pretrained(DIR), and import DIR"
         raise CheckpointError("\n".join([*(f"{config}: {each}" for each in reader.problems), way]))
-    weights = _weights(config.parent)
-    return PeftAdapter(config, base, rank, alpha, ranks, alphas, stabilised, transposed, [*map(str, saved)], weights)
+    weights, targets = _weights(config.parent), values.get("target_modules")
+    targets = [*map(str, targets)] if isinstance(targets, list) else []
+    return PeftAdapter(
+        config, base, rank, alpha, ranks, alphas, stabilised, transposed, [*map(str, saved)], targets, weights
+    )
 
 
 def _pattern(reader: ConfigReader, name: str, kind: type) -> Mapping[str, Any]:
@@ -169,10 +174,13 @@ class AdaptedFiles(Reader):
         """What was merged, for the user."""
         whole = f", {len(self._whole)} tensors replaced" if self._whole else ""
         unused = f", {len(self.unused)} tensors belong to what is not imported" if self.unused else ""
+        own = self.adapter.weights.tensors
+        lacking = [each for each in self.adapter.targets if _has(self.manifest.tensors, each) and not _has(own, each)]
+        left = f"; there are no matrices of {', '.join(lacking)}, which target_modules names" if lacking else ""
         scales = ", ".join(f"{each:g}" for each in dict.fromkeys(self._scale(pair)[0] for pair in self._pairs.values()))
         return (
             f"merged the LoRA adapter {self.adapter.config.parent} into {len(self._pairs)} matrices of "
-            f"{self.manifest.path} (scale {scales}{whole}{unused})"
+            f"{self.manifest.path} (scale {scales}{whole}{unused}){left}"
         )
 
     def __exit__(self, *error: object) -> None:
@@ -223,8 +231,9 @@ class AdaptedFiles(Reader):
     def _differences(self) -> Iterator[str]:
         """Yields adapters without one of their two matrices, and shapes that do not fit."""
         there = self.adapter.weights.tensors
+        plain = [name for name in there if ".lora_" not in name]
         for module in self.adapter.saved:  # PEFT passes over those that the base does not have
-            if _has(self.manifest, module) and not _has(self.adapter.weights, module):
+            if _has(self.manifest.tensors, module) and not _has(plain, module):
                 yield f"{self._file}: no tensor of {module}, which modules_to_save of {self.adapter.config.name} names"
         for name, stored in self._whole.items():
             if there[stored].shape != self.manifest.tensors[name].shape:
@@ -245,6 +254,6 @@ class AdaptedFiles(Reader):
         return f"{name} {self.manifest.tensors[name].shape} of {self.manifest.path}"
 
 
-def _has(weights: Manifest, module: str) -> bool:
-    """Returns whether there are tensors, besides those of LoRA, of a module of this name."""
-    return any(f".{module}." in f".{name}" for name in weights.tensors if ".lora_" not in name)
+def _has(names: Iterable[str], module: str) -> bool:
+    """Returns whether there are tensors of a module of this name."""
+    return any(f".{module}." in f".{name}" for name in names)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from phalanx.bounded import parse_json, read_text
+from phalanx.data.formats import JSONL_SUFFIXES, rows_in_text
 from phalanx.errors import DataError, NotFoundError
 from phalanx.nearest import near_file
 
@@ -57,7 +58,8 @@ def prompt_problems(prompt: Sequence[int], vocab: int) -> Iterator[str]:
 
 def read_prompts(path: Path) -> list[str]:
     """Returns the prompts of a file. In a .jsonl file each line is a JSON string, or an object with a `prompt`; in any
-    other each line that is not blank is a prompt. Raises DataError with every line that is not one."""
+    other each line that is not blank is a prompt. Raises DataError with every line that is not one, and for JSON under
+    another ending, which would be the prompts as it stands."""
     try:
         lines = re.split(r"\r\n?|\n", read_text(path))  # other ends of lines may stand in a prompt
     except FileNotFoundError:
@@ -71,7 +73,10 @@ def read_prompts(path: Path) -> list[str]:
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
-        if path.suffix != ".jsonl":
+        if path.suffix.lower() not in JSONL_SUFFIXES:
+            json_file = path.suffix.lower() == ".json" and line.lstrip()[0] in "{["
+            if not prompts and (json_file or "prompt" in rows_in_text(path)):
+                raise DataError(f"--prompts {path} is JSON: write one prompt per line into a .jsonl file")
             prompts.append(line)
             continue
         try:
@@ -79,6 +84,8 @@ def read_prompts(path: Path) -> list[str]:
             if isinstance(row, dict):
                 if own := [name for name in row if name in SETTINGS]:
                     raise ValueError(f"{', '.join(own)}: options set these, for all prompts")
+                if lost := [name for name in ("system", "messages", "tools", "suffix") if row.get(name)]:
+                    raise ValueError(f"{', '.join(lost)}: a prompt is a text alone; phalanx serve answers messages")
                 row = row.get("prompt")
             if not isinstance(row, str) or not row:
                 raise ValueError('expected a JSON string, or an object with a "prompt" that is one')
