@@ -293,7 +293,7 @@ class RankParts(LossParts):
         blocks have released: recomputed tensors and gradients of activations; and the bytes of gathered inputs, of
         messages in transit and of ZeRO-3's blocks and gradients on their way. `unsent`: whole gradients of ZeRO-3 wait
         for the last backward pass of their stage; `modules`: of modules for further tokens alone."""
-        has = peak.gradients[peak.place] != NONE
+        has = peak.gradients[peak.place] != NONE or self.memory_profile.gradients_stay
         key = peak.kind, peak.place, peak.last, has, self.fsdp.waits_for(peak), unsent, modules
         if key not in self._known_passes:
             inside, fetched, _ = self._backward(peak, has, unsent=unsent, modules=modules)
