@@ -274,9 +274,6 @@ MORE_WIDE = [
     Layout(dp_shard=4, zero=1, micro_batch=1, recompute="full"),
     Layout(dp_shard=4, zero=2),
 ]
-MISSED = {("experts", "cpu"): ["dp_shard=4,pp=2,reshard=false,micro_batch=1"]}
-"""Cells that prediction misses by more: +4 % where blocks stay whole. So are split backward passes on a CPU, +4 to +6
-%: a gradient is counted in the first half."""
 WIDE_CELLS = [
     *((*each, "cuda") for each in WIDE),
     ("llama", Layout(dp_shard=4, pp=2, zero=3, micro_batch=1, accumulate="sharded"), "cpu"),
@@ -287,8 +284,8 @@ WIDE_CELLS = [
         *(
             cell
             for cell in product(("gpt", "llama", "experts", "adapters"), MORE_WIDE, ("cuda", "cpu"))
-            if cell[1].line() not in MISSED.get((cell[0], cell[2]), ())
-            and (cell[1].schedule != "zb_h1" or cell[2] == "cuda")
+            # Split backward passes that send every micro-batch are predicted 4 to 5 % too full on a CPU.
+            if (cell[1].schedule, cell[1].accumulate, cell[2]) != ("zb_h1", "sharded", "cpu")
         ),
     ),
 ]
@@ -312,12 +309,32 @@ def test_memory_of_wide_blocks_is_predicted(name, layout, device):
 CHUNKS = Layout(dp_shard=4, pp=2, zero=3, schedule="interleaved_1f1b", pp_chunks=2, micro_batch=1)
 
 
+GPIPE = replace(CHUNKS, schedule="gpipe", pp_chunks=0)
+FEW = [
+    GPIPE,
+    replace(GPIPE, reshard=False),
+    replace(GPIPE, schedule="zb_h1"),
+    CHUNKS,
+    replace(CHUNKS, accumulate="sharded"),
+    replace(CHUNKS, reshard=False),
+    replace(CHUNKS, offload="all"),
+    replace(CHUNKS, schedule="zb_v"),
+    replace(CHUNKS, schedule="dualpipe_v"),
+]
+"""Layouts that are compared with four micro-batches."""
+
+
 @pytest.mark.parametrize(
-    ("name", "layout"),
+    ("name", "layout", "micro_batches", "device"),
     [
-        ("adapters", CHUNKS),
+        ("adapters", CHUNKS, 8, "cuda"),
+        ("llama", GPIPE, 4, "cuda"),
+        ("adapters", replace(CHUNKS, schedule="zb_v"), 4, "cpu"),
         *also_whole(
-            ("llama", replace(CHUNKS, pp_chunks=4)),
+            *product(("llama", "experts", "adapters"), FEW, (4,), ("cuda", "cpu")),
+            ("llama", CHUNKS, 2, "cuda"),
+            ("experts", replace(GPIPE, zero=2, schedule="zb_h1"), 4, "cpu"),
+            ("llama", replace(CHUNKS, pp_chunks=4), 8, "cuda"),
             *product(
                 ("gpt", "llama", "experts", "adapters"),
                 (
@@ -328,18 +345,20 @@ CHUNKS = Layout(dp_shard=4, pp=2, zero=3, schedule="interleaved_1f1b", pp_chunks
                     replace(CHUNKS, schedule="zb_v"),
                     replace(CHUNKS, schedule="dualpipe_v"),
                 ),
+                (8,),
+                ("cuda",),
             ),
-            ("experts", replace(CHUNKS, ep=2)),
-            ("llama", replace(CHUNKS, offload="all")),
+            ("experts", replace(CHUNKS, ep=2), 8, "cuda"),
+            ("llama", replace(CHUNKS, offload="all"), 8, "cuda"),
         ),
     ],
     ids=named,
 )
-def test_memory_of_blocks_that_are_fetched_for_another_stage_is_predicted(name, layout):
-    """Of eight micro-batches: with fewer some gradients are not there yet when the most are in flight."""
+def test_memory_of_pipelines_is_predicted_with_few_micro_batches_and_many(name, layout, micro_batches, device):
+    """While few have come back, not all stages have gradients; blocks are fetched for another stage of the rank."""
     job = wide_job(name, layout)
     job = replace(job, model=replace(job.model, n_layers=2 * max(2, layout.pp_chunks)))
-    compare_steps(replace(job, train=replace(job.train, global_batch=8 * layout.data_ranks)), "cuda")
+    compare_steps(replace(job, train=replace(job.train, global_batch=micro_batches * layout.data_ranks)), device)
 
 
 @pytest.mark.parametrize(

@@ -391,7 +391,7 @@ class BlockBytes(KeptBytes):
         # Where nothing in particular is repeated, all is there from the start.
         alike = kind if kind.recompute in ("products", "mlp") else kind._replace(recompute="none")
         tiles = layout.tiles if gathers_parameters(layout) and layout.reshard else 1
-        moments = backward_moments(batch, alike, splits=step.splits, tiles=tiles, tiled=layout.tiled_layers)
+        moments = backward_moments(batch, alike, tiles=tiles, tiled=layout.tiled_layers)
         if kind.recompute == "full" and kind.block.routed and (layout.ep > 1 or layout.tp > 1):
             moments = (*(each for each in moments if each.experts != 1), *_experts_again(batch, kind.block))
         before = [(each.arrived - each.own, again + each.size + each.own * width) for each in moments]
@@ -405,25 +405,35 @@ class BlockBytes(KeptBytes):
         self.adding = again + max(each.size + each.own * width for each in moments)
         """Bytes inside the block where gradients are added to those of earlier micro-batches one by one."""
         inside = again + max(each.size for each in moments)
-        self.opening = self.inside = inside, -inf
+        self.opening = self.inside = dict.fromkeys((False, True), (inside, -inf))
         """Bytes inside the block before and after its experts are sent on their own, if they are: if it is the first in
-        the backward pass, and if it is not."""
+        the backward pass, and if it is not; and whether gradients are added to those of earlier micro-batches."""
         self.late = 0.0
         """Bytes of the first block's experts, less, before its backward pass."""
         if gathers_parameters(layout):
-            opening, others = self._experts_apart(adds)
-            self.late = opening[0]
-            sizes = [
-                (each.experts, again + each.size + (each.own if adds else each.arrived) * width) for each in moments
-            ]
-            self.opening, self.inside = (
-                (
-                    max(size + apart[experts] for experts, size in sizes if experts < 3 or layout.ep == 1),
-                    max((size + apart[3] for experts, size in sizes if experts == 3 and layout.ep > 1), default=-inf),
+            self.opening, self.inside = {}, {}
+            for more in (False, True):
+                opening, others = self._experts_apart(more)
+                self.late = opening[0]
+                sizes = [
+                    (each.experts, again + each.size + (each.own if more else each.arrived) * width) for each in moments
+                ]
+                self.opening[more], self.inside[more] = (
+                    (
+                        max(size + apart[experts] for experts, size in sizes if experts < 3 or layout.ep == 1),
+                        max(
+                            (size + apart[3] for experts, size in sizes if experts == 3 and layout.ep > 1), default=-inf
+                        ),
+                    )
+                    for apart in (opening, others)
                 )
-                for apart in (opening, others)
-            )
-        self.backward = max(self.inside), step.stream / step.share
+        self.half = 0.0
+        """Bytes inside the block in the first half of its backward pass, if it is split."""
+        if step.splits:
+            (*_, done), (*others, _) = self._experts_apart(True)
+            sizes = backward_moments(batch, alike, splits=True, tiles=tiles, tiled=layout.tiled_layers)
+            self.half = again + max(each.size + (*others, done)[each.experts] for each in sizes)
+        self.backward = max(self.inside[adds]), step.stream / step.share
         """Bytes of the backward pass besides what is kept: inside the block, and of its residual stream."""
 
     def _experts_apart(self, adds: bool) -> tuple[tuple[float, float, float, float], ...]:
@@ -431,7 +441,7 @@ class BlockBytes(KeptBytes):
         counted with the rest of their block: before they are at work, when they begin, meanwhile, and afterwards, where
         the block is the first in the backward pass and where it is not. `adds`: gradients are not sent."""
         step, layout, same = self.step, self.step.spec.layout, (0.0, 0.0, 0.0, 0.0)
-        if layout.ep == 1 or step.memory_profile.gathers_matrices:
+        if layout.ep == 1 or step.memory_profile.gathers_matrices or not gathers_parameters(layout):
             return same, same
         ranks, full = expert_ranks(layout.shard_ranks, layout.ep_shard), self.kind.recompute == "full"
         whole, trained = (n * step.spec.width for n in (self.parameters.experts, self.parameters.trained_experts))

@@ -6,27 +6,25 @@ the next ones (torch.distributed.fsdp._fully_shard: _fsdp_param_group.py, _fsdp_
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import accumulate
 
 from phalanx.cost.block_memory import BlockBytes, BlockRun, StepSizes
 from phalanx.cost.held import gathered_outside, outside, table
-from phalanx.cost.in_flight import FetchedAhead
+from phalanx.cost.in_flight import RankPeak
 from phalanx.cost.state_formulas import Shards
 from phalanx.partition.derived import gathers_parameters, is_copied, is_offloaded, near_ranks, wire_width
 
 
 class FsdpMemory:
     """Bytes of a rank's groups of parameters, of which there are none without ZeRO-3. Its stages have `runs` of blocks,
-    all of it has `shards` of parameters (held.shards_of), blocks are `waiting` when its passes begin (Flight.ahead),
-    and it has the `first` stage, or the `last`."""
+    all of it has `shards` of parameters (held.shards_of), and it has the `first` stage, or the `last`."""
 
     def __init__(
         self,
         step: StepSizes,
         runs: Sequence[Sequence[BlockRun]],
         shards: Shards,
-        waiting: Iterable[FetchedAhead],
         *,
         first: bool,
         last: bool,
@@ -70,7 +68,8 @@ class FsdpMemory:
         self.sum_width = max(self.width, self.formulas.gradient)
         """Bytes per gradient of a group that is sent."""
         self.gathers_once = self.stay_whole and self.layout.pp > 1
-        self.waiting = tuple(waiting) if self.units and self.ahead and not self.gathers_once else ()
+        self.waiting = bool(self.units) and self.ahead > 0 and not self.gathers_once and len(runs) > 1
+        """Whether blocks that are fetched ahead may wait for a pass of another stage."""
         self.lingers = bool(self.units) and self.memory_profile.keeps_gathered and self.layout.shard_ranks > 1
         """Whether FSDP2 has what it gathered last in a forward pass until it has copied what comes next."""
         goes_up = self.lingers and self.ahead > 0 and is_offloaded(self.layout, "parameters")
@@ -78,8 +77,10 @@ class FsdpMemory:
         """Share of a block that is copied to the device beside the buffer in which it is gathered."""
         trained = self.ends.block if self.units and not self.model.freezes else 0
         sent_last = self.formulas.sent_last(trained, step.spec.batch.accumulation, self.layout)
-        self.sent_last, self.outside_waits = (sent_last, 0.0) if self.layout.pp == 1 else (0.0, sent_last)
-        """Bytes of gradients outside of blocks that were sent last, or that wait for the end of a pipeline's step."""
+        self.sent_last = sent_last * (self.layout.pp == 1)
+        """Bytes of gradients outside of blocks that were sent last."""
+        self.outside_waits = bool(self.units) and self.layout.pp > 1 and step.spec.batch.accumulation > 1
+        """Whether gradients outside of blocks wait for the end of a pipeline's step."""
 
     def whole(self) -> tuple[float, float]:
         """Returns the bytes of the second copy of the parameters and of what is whole outside of blocks; and those of
@@ -104,17 +105,17 @@ class FsdpMemory:
         return found + self.ends.block * self.width, self.ends.trained * self.width
 
     def moments(
-        self, place: int, number: int, sent: float = 0.0, *, unsent: bool, sends: bool = True
+        self, peak: RankPeak, number: int, sent: float = 0.0, *, adds: bool, unsent: bool, sends: bool = True
     ) -> Iterator[tuple[float, float, float]]:
-        """Yields the bytes inside one of a stage's blocks, and those of ZeRO-3's blocks and gradients on their way:
-        at work, after its experts were sent on their own, and when it begins, copied from what came, before the next
-        ones come. `sent`: bytes of gradients that were counted and are not there any more; `sends`: whether any are
-        sent in the backward pass."""
-        blocks, ahead = self.blocks[place], self.ahead
+        """Yields the bytes inside one of the blocks of a backward pass, and those of ZeRO-3's blocks and gradients on
+        their way: at work, after its experts were sent on their own, and when it begins, copied from what came, before
+        the next ones come. `sent`: bytes of gradients that were counted and are not there any more; `adds`: those of
+        an earlier micro-batch are there; `sends`: whether any are sent in the backward pass."""
+        blocks, ahead = self.blocks[peak.place], self.ahead
         block, unit = blocks[number], self.units.get(blocks[number].kind.block)
         passing, copies = self._passing(blocks[number - 1], unsent=unsent) if number else (self.sent_last, 0.0)
-        inside, after = block.inside if number else block.opening
-        fetched = self._fetched(place, number, ahead)
+        inside, after = (block.inside if number else block.opening)[adds]
+        fetched = self.fetched(peak, number, ahead)
         tile = unit.tile * self.sum_width if unit else 0.0
         if not sends:
             passing = copies = tile = 0.0
@@ -132,7 +133,7 @@ class FsdpMemory:
             sums *= 2 - unsent + 1 / self.layout.shard_ranks
             sums += block.parameters.last * self.width  # the last gradient goes when all are sent
             yield -block.kept, fetched - whole + max(0.0, sums - sent), 0.0
-        came = self._fetched(place, number, ahead - 1) if ahead else mine
+        came = self.fetched(peak, number, ahead - 1) if ahead else mine
         # Codes become numbers when the next block is asked for; without streams when this one is waited for.
         decoded = (fetched if self.memory_profile.keeps_gathered else came) + self.decoding
         if self.going_up:
@@ -152,10 +153,10 @@ class FsdpMemory:
         parameters = block.parameters
         return (parameters.trained_experts - parameters.tiled_experts * self.layout.reshard) * self.parts_experts
 
-    def _fetched(self, place: int, number: int, ahead: int) -> float:
-        """Returns the bytes of ZeRO-3's whole blocks while one of a stage's blocks goes back: its own, those fetched
-        `ahead` of the next ones, others that wait, and its largest tile."""
-        blocks = self.blocks[place]
+    def fetched(self, peak: RankPeak, number: int, ahead: int) -> float:
+        """Returns the bytes of ZeRO-3's whole blocks while one of the blocks of a backward pass goes back: its own,
+        those fetched `ahead` of the next ones, others that wait, and its largest tile."""
+        blocks = self.blocks[peak.place]
         if not self.units:
             return 0.0
         if self.gathers_once:
@@ -163,82 +164,83 @@ class FsdpMemory:
         else:
             last = None if self.stay_whole else number + 1 + ahead
             whole = sum(self.units[block.kind.block].block for block in blocks[number:last])
-        others = self._fetched_for_others(place, number, ahead, backward=True)
+        others = self._fetched_for_others(peak, number, ahead)
         return (whole + max(self.units[blocks[number].kind.block].tile, self.ends.tile)) * self.width + others
 
-    def _fetched_for_others(self, place: int, number: int, ahead: int, *, backward: bool) -> float:
-        """Returns the most bytes of whole blocks, other than those that one of a stage's blocks has fetched `ahead` in
-        its stage: of other stages, which it has fetched or which wait for a pass of theirs, and of its own, which wait
-        for its turn. FSDP2 fetches blocks in their order on the rank, whichever stage computes next."""
-        start, end = self.starts[place : place + 2]
-        at, total = end - 1 - number, self.starts[-1]
-        fetched = range(max(0, at - ahead), at) if backward else range(at + 1, min(total, at + 1 + ahead))
-        here = range(max(start, at - ahead), end) if backward else range(start, min(end, at + 1 + ahead))
-        most = 0.0
-        for each in self.waiting:
-            if (each.backward, each.place) == (backward, place):
-                firsts = [range(self.starts[n], min(total, self.starts[n] + self.ahead)) for n in each.firsts]
-                lasts = [range(max(0, self.starts[n + 1] - self.ahead), self.starts[n + 1]) for n in each.lasts]
-                there = {*fetched}.union(*firsts, *lasts) - {*here}
-                most = max(most, sum(self.sizes[n] for n in there))
-        return most * self.width
+    def waits_for(self, peak: RankPeak) -> tuple[int, ...]:
+        """Returns what differs in ZeRO-3's blocks between passes of the same stage."""
+        return peak.firsts + peak.lasts if self.waiting else ()
 
-    def fetched_in_forward(self) -> Iterator[tuple[float, float]]:
+    def _fetched_for_others(self, peak: RankPeak, number: int, ahead: int) -> float:
+        """Returns the bytes of whole blocks, other than those that one of a stage's blocks has fetched `ahead` in its
+        stage: of other stages, which it has fetched or which wait for a pass of theirs, and of its own, which wait for
+        its turn. FSDP2 fetches blocks in their order on the rank, whichever stage computes next."""
+        if not self.waiting:
+            return 0.0
+        start, end = self.starts[peak.place : peak.place + 2]
+        at, total, forward = end - 1 - number, self.starts[-1], peak.kind == "F"
+        fetched = range(at + 1, min(total, at + 1 + ahead)) if forward else range(max(0, at - ahead), at)
+        here = range(start, min(end, at + 1 + ahead)) if forward else range(max(start, at - ahead), end)
+        there = set(fetched)
+        for stage, (first, last) in enumerate(zip(peak.firsts, peak.lasts, strict=True)):
+            if first:
+                there.update(range(self.starts[stage], min(total, self.starts[stage] + self.ahead)))
+            if last:
+                there.update(range(max(0, self.starts[stage + 1] - self.ahead), self.starts[stage + 1]))
+        return sum(self.sizes[n] for n in there.difference(here)) * self.width
+
+    def fetched_in_forward(self, peak: RankPeak) -> Iterator[tuple[float, float]]:
         """Yields the bytes of ZeRO-3's blocks when one begins in a forward pass and when it ends, or its experts begin,
         and those of activations less what blocks keep. Each is copied from what came, which may linger."""
         stream, ahead = self.step.stream / self.step.share, max(1, self.ahead)
-        for place, held in enumerate(self.runs):
-            sizes = [size for run in reversed(held) for size in [self._sizes(run.block)] * run.many]
-            sizes.append((0.0, 0.0, self.ends.block * self.width))
-            whole = [size for size, *_ in sizes]
-            first, later = 0, stream
-            for run in reversed(held):
-                each = 0.0 if run.leaves else run.block.kept
-                # The last block, the last that has fetched as many ahead as any, and the first.
-                for number in {0, min(max(0, self.ahead - first), run.many - 1), run.many - 1}:
-                    at, kept = first + number, later - (number + 1) * each
-                    (size, experts, _), (*_, before) = sizes[at : at + 2]
-                    stay = sum(whole[at + 1 : -1]) if self.stay_whole else 0.0
-                    came = sum(whole[max(0, at + 1 - ahead) : at + 1]) - (0 if self.ahead else experts)
-                    came += self._fetched_for_others(place, at, ahead - 1, backward=False)
-                    yield size - experts + came + before * self.lingers + stay + self.decoding, kept
-                    came = size * self.lingers + sum(whole[max(0, at - self.ahead) : at])
-                    came += self._fetched_for_others(place, at, self.ahead, backward=False)
-                    yield size + came + stay + self.decoding, kept + (0.0 if experts else run.block.forward)
-                    if self.going_up:
-                        yield size + came + stay + whole[max(0, at - self.ahead)] * self.going_up, kept
-                first, later = first + run.many, later - run.many * each
+        sizes = [size for run in reversed(self.runs[peak.place]) for size in [self._sizes(run.block)] * run.many]
+        sizes.append((0.0, 0.0, self.ends.block * self.width))
+        whole = [size for size, *_ in sizes]
+        first, later = 0, stream
+        for run in reversed(self.runs[peak.place]):
+            each = 0.0 if run.leaves else run.block.kept
+            # The last block, the last that has fetched as many ahead as any, and the first.
+            for number in {0, min(max(0, self.ahead - first), run.many - 1), run.many - 1}:
+                at, kept = first + number, later - (number + 1) * each
+                (size, experts, _), (*_, before) = sizes[at : at + 2]
+                stay = sum(whole[at + 1 : -1]) if self.stay_whole else 0.0
+                came = sum(whole[max(0, at + 1 - ahead) : at + 1]) - (0 if self.ahead else experts)
+                came += self._fetched_for_others(peak, at, ahead - 1)
+                yield size - experts + came + before * self.lingers + stay + self.decoding, kept
+                came = size * self.lingers + sum(whole[max(0, at - self.ahead) : at])
+                came += self._fetched_for_others(peak, at, self.ahead)
+                yield size + came + stay + self.decoding, kept + (0.0 if experts else run.block.forward)
+                if self.going_up:
+                    yield size + came + stay + whole[max(0, at - self.ahead)] * self.going_up, kept
+            first, later = first + run.many, later - run.many * each
 
-    def fetched_at_end(self) -> float:
-        """Returns the bytes of ZeRO-3's blocks that stay whole in a pipeline, and of the first gradients on their way,
+    def whole_at_end(self, peak: RankPeak) -> float:
+        """Returns the bytes of ZeRO-3's blocks that stay whole in a pipeline, and of gradients on their way,
         when the last backward pass of a stage has ended."""
-        stages = ((place, blocks[0]) for place, blocks in enumerate(self.blocks) if blocks)
-        sizes = (self._fetched(place, 0, 0) + self._passing(block, unsent=True)[0] for place, block in stages)
-        return max(sizes, default=0.0)
+        return self.fetched(peak, 0, 0) + self.sent_at_end(peak.place) if self.blocks[peak.place] else 0.0
 
-    def sent_at_end(self) -> float:
+    def sent_at_end(self, place: int) -> float:
         """Returns the most bytes of gradients on their way, more than those that wait, when autograd is through with a
         stage and its blocks are sent one by one: FSDP2 copies a block's, and a collective does while the copy of those
         before is there."""
         copies, share, most, before = self.memory_profile.copies_sums, 1 / self.layout.shard_ranks, 0.0, 0.0
-        for block in self.blocks[-1] if self.units else ():
+        for block in self.blocks[place] if self.units else ():
             sent = self.units[block.kind.block].trained * self.sum_width
             most = max(most, before + max(1.0, copies + share) * sent + block.parameters.last * self.width)
             before = (copies - 1 + share) * sent
         return most
 
-    def fetched_in_loss(self) -> tuple[float, float]:
+    def fetched_in_loss(self, peak: RankPeak) -> tuple[float, float]:
         """Returns the bytes of ZeRO-3's whole blocks in the loss, and once its backward pass comes to the blocks."""
-        place = len(self.blocks) - 1
-        if not (blocks := self.blocks[place]):
+        if not (blocks := self.blocks[-1]):
             return 0.0, 0.0
         if self.memory_profile.saves_slopes:
-            whole = self._fetched(place, 0, 0) + blocks[0].late
-            first = self._fetched_for_others(place, 0, self.ahead, backward=False)
+            whole = self.fetched(peak._replace(kind="B"), 0, 0) + blocks[0].late
+            first = self._fetched_for_others(peak, 0, self.ahead)
             first += self._sizes(blocks[0])[2] if self.lingers and not self.gathers_once else 0.0
             return whole * self.stay_whole + first, whole
         # Programs with another loss were measured with the last block, and with its gradients.
-        first, fetched = (self._fetched(place, 0, ahead) for ahead in (0, self.ahead))
+        first, fetched = (self.fetched(peak, 0, ahead) for ahead in (0, self.ahead))
         return first, fetched + max(0.0, self._passing(blocks[0], unsent=False)[0] - blocks[0].kept)
 
     def _passing(self, block: BlockBytes, *, unsent: bool) -> tuple[float, float]:

@@ -18,7 +18,8 @@ from phalanx.cost.block_memory import KeptBytes
 from phalanx.cost.frameworks import PHALANX, PHALANX_CPU
 from phalanx.cost.held import Content, LayerKind
 from phalanx.cost.kernels import peak_flops
-from phalanx.cost.rank_memory import LossParts, StepParts, step_memory
+from phalanx.cost.loss_memory import LossParts
+from phalanx.cost.rank_memory import StepParts, step_memory
 from phalanx.cost.rank_time import rank_time
 from phalanx.cost.spec import Framework, StepSpec, as_used_by
 from phalanx.cost.step_state import require_host

@@ -25,7 +25,8 @@ from phalanx.cost.held import (
     shards_of,
     table,
 )
-from phalanx.cost.in_flight import Flight, with_all_peaks
+from phalanx.cost.in_flight import NONE, SENT, WHOLE, Flight, RankPeak, with_all_peaks, without_fetched
+from phalanx.cost.loss_memory import LossParts
 from phalanx.cost.matrices import bucket_ends, matrix_work
 from phalanx.cost.spec import StepSpec
 from phalanx.cost.state_formulas import Shards, StateBytes, overfull
@@ -41,9 +42,6 @@ from phalanx.partition.tensor_slices import head_tiles
 from phalanx.units import gib
 
 Sends = Callable[[float], tuple[float, float]]
-TILE_LOSS_TENSORS = 1, 1
-"""Tensors as large as a tile's logits, in fp32 and in the width of the computation: its scores become probabilities and
-their gradient in place."""
 
 
 class StepParts(StepSizes):
@@ -75,88 +73,6 @@ class StepParts(StepSizes):
         return self.formulas.context(layout.pp, self.data_ranks, layout.tp, layout.cp, layout.ep)
 
 
-class LossParts:
-    """Memory of the loss on one rank of a pipeline."""
-
-    def __init__(self, step: StepSizes, flight: Flight):
-        self.step, self.flight = step, flight
-        self.model, self.layout = step.spec.model, step.spec.layout
-        self.memory_profile, self.width, self.formulas = step.memory_profile, step.spec.width, step.formulas
-        self.first, self.last = 0 in flight.held, flight.stages - 1 in flight.held
-
-    @property
-    def logits_of(self) -> int:
-        """Tokens that have logits at once in a loss in chunks; 0 without chunks."""
-        return self.layout.logits_of(int(self.step.pass_tokens))
-
-    def logits(self, *, least: bool = False, arriving: float = 0.0, bucket: float = 0.0) -> tuple[float, float]:
-        """Returns the bytes of the logits at the peak of the loss, or of what the final norm's backward pass adds if
-        that is more, and of the inputs of head and final norm. `least`: without the gradient of the head, as in the
-        layouts that count it elsewhere; `arriving`: what else is there once the loss is computed; `bucket`: what is
-        counted beside them and comes with the head's gradient (late_bucket)."""
-        if not self.last:
-            return 0, 0
-        step, layout = self.step, self.layout
-        tiles = head_tiles(self.model, layout)
-        rows = -(-table(self.model, layout.tp) // self.model.d_model // tiles)
-        tokens = min(self.logits_of or step.pass_tokens, step.pass_tokens)
-        wide, narrow = TILE_LOSS_TENSORS if tiles > 1 else self._loss_tensors()
-        # What is in fp32 anyway needs no second form.
-        each = wide * max(4, self.width) + (narrow * self.width if self.width < 4 or not wide else 0)
-        each += self._capped()
-        read = step.head_reads + (step.stream if layout.sp and layout.tp > 1 else 0)
-        if tiles > 1:  # gradients of what this tile read and of what the others did, and of the tile
-            read += 2 * step.stream + rows * self.model.d_model * self.width
-        elif self.logits_of:  # of chunks before this one: gradients of what they read, and of the head
-            read += step.stream + (0 if least else self.head_gradient())
-        most = tokens * rows * each
-        if self.memory_profile.saves_slopes and not self.logits_of and tiles == 1 and not self.flight.deferring:
-            slopes = tokens * rows * self.width + (0 if least else self.head_gradient())
-            most = max(most, slopes + step.stream + arriving)
-        given = step.stream + (0 if least else self.head_gradient()) if bucket and not self.logits_of else 0
-        return max(most - bucket, given, step.final_norm - step.head_reads + arriving), read
-
-    def waiting_logits(self, *, later: bool = False, further: int | None = None) -> float:
-        """Returns the bytes of what the loss saves (the gradient of the logits, log-probabilities in fp32, or logits)
-        and of what the head read, of micro-batches in flight other than the one that the moment is about, and of that
-        one's `further` losses before its last one, by default those of model.mtp. `later`: when all stages have
-        gradients of an earlier one."""
-        others = (self.flight.later_losses if later else self.flight.losses) - 1 / self.step.slices
-        step, layout, modules = self.step, self.layout, self.model.mtp
-        further = modules if further is None else further
-        others = max(0.0, others) * step.slices
-        early = others * modules + further
-        if not self.last or not others + early:
-            return 0
-        chunked = self.logits_of or head_tiles(self.model, layout) > 1
-        rows = 0 if chunked else table(self.model, layout.tp) // self.model.d_model
-        each = self.width
-        if not self.memory_profile.saves_slopes:
-            each = (max(4, self.width) if self._loss_tensors()[0] else self.width) + self._capped()
-        saved = step.pass_tokens * rows * each
-        # Losses in chunks have computed a gradient of the head, one for each factor.
-        head = self.head_gradient() if further and chunked else 0
-        return others * (saved + step.head_reads) + early * (saved + step.stream) + head
-
-    def _loss_tensors(self) -> tuple[int, int]:
-        """Returns the tensors as large as the logits at the peak of the loss: in fp32, and in the width of the
-        computation."""
-        profile, tp = self.memory_profile, self.layout.tp
-        wide, narrow = profile.split_loss_tensors if tp > 1 else profile.loss_tensors
-        return (wide * tp, narrow * tp) if profile.whole_logits else (wide, narrow)
-
-    def _capped(self) -> int:
-        """Returns the bytes per logit of a soft cap's result, which needs room where the logits are not in fp32 twice
-        anyway."""
-        beside = self.width >= 4 if self.memory_profile.saves_slopes else True
-        return self.width if self.model.logit_softcap and beside else 0
-
-    def head_gradient(self) -> int:
-        """Returns the bytes of the gradient of the head's part here. ZeRO-3's is in `whole`."""
-        counted = self.model.freezes or gathers_parameters(self.layout)
-        return 0 if counted else table(self.model, self.layout.tp) * self.width
-
-
 class RankParts(LossParts):
     """Memory of one rank of a pipeline, part by part."""
 
@@ -180,11 +96,14 @@ class RankParts(LossParts):
         dense ones, and experts."""
         waits = step.formulas.profile.keeps_buckets and gathers_parameters(self.layout) and self.layout.pp > 1
         several = step.spec.batch.accumulation > 1
-        self.waits = (
-            waits and several and self.layout.accumulate == "local" and (not flight.deferring or len(flight.held) == 1)
-        )
+        self.waits = waits and several and self.layout.accumulate == "local"
         """Whether ZeRO-3 sends gradients in the last backward pass of each stage alone."""
-        self.fsdp = FsdpMemory(step, self.runs, self.shards, flight.ahead, first=self.first, last=self.last)
+        self._known_gradients = dict[tuple[tuple[int, ...], float], float]()
+        self._known_sends = dict[bool, Sends]()
+        self._known_passes = dict[tuple[Any, ...], tuple[float, float]]()
+        self.fsdp = FsdpMemory(step, self.runs, self.shards, first=self.first, last=self.last)
+        if not self.fsdp.waiting:
+            self.flight = without_fetched(flight)
 
     @cached_property
     def state(self) -> StateBytes:
@@ -209,7 +128,7 @@ class RankParts(LossParts):
     def late_bucket(self) -> float:
         """Returns the bytes of the first bucket if it is made late (MemoryFormulas.fills_late)."""
         late = self.formulas.fills_late(self.layout.zero) and self.layout.shard_ranks > 1
-        return self.bucket() if late and not self.flight.deferring else 0
+        return self.bucket() if late and not self.flight.splits else 0
 
     def _runs(self, held: Sequence[tuple[LayerKind, int]], stage: int) -> list[BlockRun]:
         """Returns the blocks of a stage as runs, those first whose activations leave the device."""
@@ -222,11 +141,21 @@ class RankParts(LossParts):
             found += [BlockRun(self.step.kinds[kind], n, kind.recompute, leaves) for n, leaves in parts if n]
         return found
 
-    def kept(self, peaks: Sequence[tuple[float, ...]]) -> tuple[float, float]:
-        """Returns the most bytes that blocks keep on the device for the micro-batches in flight at some peaks, and the
-        number of these."""
-        most, counts = max(((self.kept_of(counts), counts) for counts in peaks), key=lambda one: one[0])
-        return self._deferred if self.flight.deferring else most, sum(counts) / len(counts)
+    @cached_property
+    def fullest(self) -> tuple[float, float]:
+        """The most bytes that blocks keep on the device for micro-batches in flight, and the number of these."""
+        _, counts = max(((self.kept_of(counts), counts) for counts in self.flight.most), key=lambda one: one[0])
+        return max(map(self.kept_at, self.flight.peaks)), sum(counts) / len(counts)
+
+    def kept_at(self, peak: RankPeak) -> float:
+        """Returns the bytes that blocks keep at a peak."""
+        waiting = sum(map(mul, peak.deferred, self._deferred)) if self.flight.splits else 0.0
+        return self.kept_of(peak.in_flight) + waiting
+
+    def kept_after(self, peak: RankPeak) -> float:
+        """Returns the bytes that blocks keep when a backward pass, or its second half, has ended."""
+        stage = self._deferred if peak.kind == "W" else self.kept_by_stage
+        return self.kept_at(peak) - stage[peak.place] / self.step.slices
 
     def kept_of(self, counts: Sequence[float]) -> float:
         """Returns the bytes that blocks keep for so many micro-batches in flight per stage."""
@@ -254,12 +183,12 @@ class RankParts(LossParts):
         return most
 
     @cached_property
-    def _deferred(self) -> float:
-        """The most bytes of all micro-batches in flight where some wait for their weight gradients alone."""
+    def _deferred(self) -> list[float]:
+        """The bytes that each stage keeps per micro-batch that waits for its weight gradients alone."""
         waiting = [sum(run.many * run.block.deferred for run in runs) for runs in self.runs]
         if self.last:
-            waiting[self.flight.held.index(self.flight.stages - 1)] += self._deferred_head()
-        return max(sum(map(mul, counts, (*self.kept_by_stage, *waiting))) for counts in self.flight.joined)
+            waiting[-1] += self._deferred_head()
+        return waiting
 
     def _deferred_head(self) -> float:
         """Returns the bytes of a micro-batch's input of the head and gradient of the logits, unless these come in
@@ -282,16 +211,14 @@ class RankParts(LossParts):
             sizes = [size + many * message for size, many in zip(sizes, ends, strict=True)]
         return sizes
 
-    def forward(self) -> tuple[float, float, float]:
-        """Returns the bytes that blocks keep when the last forward pass before any backward pass ends, and those of
-        messages then, and when later ones end. A message waits until its reader has been seen to go on, the first ones
-        until the first gradient comes. Beside a message with projections of the embedding are its parts."""
-        message, often = self.step.under_way / TRANSIT, self.step.slices
-        coming = (TRANSIT + (self.step.beside > 0)) * message
-        waiting = [sum(map(mul, counts, self.sends)) * often * message for counts in self.flight.most]
-        most = [self.kept_of(counts) for counts in self.flight.most]
-        kept, sent = max(zip(most, waiting, strict=True), key=sum)
-        return kept, sent + coming, message + coming
+    def sent(self, peak: RankPeak) -> float:
+        """Returns the bytes of messages when a forward pass ends. A message waits until its reader has been seen to go
+        on, the first ones until the first gradient comes. Beside a message with projections of the embedding are its
+        parts."""
+        message, waiting = self.step.under_way / TRANSIT, 1.0
+        if not peak.begun:
+            waiting = sum(map(mul, peak.in_flight, self.sends)) * self.step.slices
+        return (waiting + TRANSIT + (self.step.beside > 0)) * message
 
     def _beside(self, runs: Sequence[BlockRun], stage: int) -> float:
         """Returns the bytes that a stage keeps on the device per micro-batch and that belong to no block of `runs`: of
@@ -314,23 +241,65 @@ class RankParts(LossParts):
         """Returns the most bytes in host memory and on disk."""
         moved = [sum(run.many * run.moved for run in runs) for runs in self.runs]
         host, disk = self.formulas.beside(self.shards)
-        return host + max(sum(map(mul, peak, moved)) for peak in self.flight.unread or self.flight.most), disk
+        return host + max(sum(map(mul, peak.in_flight, moved)) for peak in self.flight.peaks), disk
 
-    def backward(
-        self, gradients: bool, *, unsent: bool = False, modules: bool = False, place: int | None = None
-    ) -> tuple[float, float]:
+    @cached_property
+    def _of_stages(self) -> list[StateBytes]:
+        """The bytes of each stage's state."""
+        found = list[StateBytes]()
+        for held, stage in zip(self.blocks, self.flight.held, strict=True):
+            blocks, ends = [(kind.block, many) for kind, many in held], self._ends(stage)
+            found.append(
+                self.step.state(shards_of(parameter_counts(self.model, self.layout, blocks, *ends), self.layout))
+            )
+        return found
+
+    def _ends(self, stage: int) -> tuple[bool, bool]:
+        return stage == 0, stage == self.flight.stages - 1
+
+    def gradients(self, gradients: tuple[int, ...], bucket: float) -> float:
+        """Returns the bytes of gradients when each stage has NONE, all SENT, or WHOLE ones, and a `bucket` is filled
+        for the first ones."""
+        key = gradients, bucket
+        if key not in self._known_gradients:
+            self._known_gradients[key] = self._gradients_of(*key)
+        return self._known_gradients[key]
+
+    def _gradients_of(self, gradients: tuple[int, ...], bucket: float) -> float:
+        state, waits = self.state, self.state.waiting > 0
+        outside = self._outside if self.fsdp.outside_waits else [0.0] * len(gradients)
+        if self.memory_profile.gradients_stay or (len(set(gradients)) == 1 and gradients[0] != SENT):
+            begun = self.memory_profile.gradients_stay or gradients[0] == WHOLE
+            return state.early(begun, bucket) + sum(outside) * (begun and not waits)
+        found = bucket * (NONE in gradients or state.beside) * (not state.buckets)
+        for one, beside, each in zip(gradients, outside, self._of_stages, strict=True):
+            if one == WHOLE:
+                found += max(each.waiting, each.gradients) + beside * (not waits)
+            elif one == SENT:
+                found += (each.left if self.formulas.offloads else each.gradients) + beside
+        return max(state.buckets, min(found, state.early(True, bucket) + sum(outside)))
+
+    @cached_property
+    def _outside(self) -> list[float]:
+        """The bytes of whole gradients outside of blocks, by stage."""
+        trained = (
+            0 if self.model.freezes else outside(self.model, self.layout.tp, *self._ends(stage))
+            for stage in self.flight.held
+        )
+        return [n * self.fsdp.sum_width for n in trained]
+
+    def backward(self, peak: RankPeak, *, unsent: bool, modules: bool = False) -> tuple[float, float]:
         """Returns the most bytes that the backward pass of a block needs besides what all blocks keep, less what later
         blocks have released: recomputed tensors and gradients of activations; and the bytes of gathered inputs, of
-        messages in transit and of ZeRO-3's blocks and gradients on their way. `gradients`: those of all weights are
-        counted already, also those of ZeRO-3 that are `unsent`: in a pipeline they leave in the last backward pass of a
-        stage, here of that at `place`. `modules`: of modules for further tokens alone."""
-        places = range(len(self.runs)) if place is None else (place,)
-        found = [
-            self._backward(each, gradients, unsent=unsent, modules=modules, last=not self.waits or place is not None)
-            for each in places
-        ]
-        inside, fetched, _ = max(found, key=sum)
-        return inside + self.step.beside_gradient - self.step.gathered, self.step.gathered + self.between + fetched
+        messages in transit and of ZeRO-3's blocks and gradients on their way. `unsent`: whole gradients of ZeRO-3 wait
+        for the last backward pass of their stage; `modules`: of modules for further tokens alone."""
+        has = peak.gradients[peak.place] != NONE or self.memory_profile.gradients_stay
+        key = peak.kind, peak.place, peak.last, has, self.fsdp.waits_for(peak), unsent, modules
+        if key not in self._known_passes:
+            inside, fetched, _ = self._backward(peak, has, unsent=unsent, modules=modules)
+            inside += self.step.beside_gradient - self.step.gathered
+            self._known_passes[key] = inside, self.step.gathered + self.between + fetched
+        return self._known_passes[key]
 
     @property
     def sends_buckets(self) -> bool:
@@ -341,34 +310,52 @@ class RankParts(LossParts):
             shares = layout.pp == 1 and self.step.data_ranks > 1 and not gathers_parameters(layout)
         return shares and self.formulas.profile.keeps_buckets and any(trained for _, trained, _ in self.shards)
 
-    def sending(self, *, stays: bool) -> Iterator[MomentBytes]:
+    def sending(self) -> Iterator[MomentBytes]:
         """Yields the bytes of gradients, activations, logits and communication at the fullest moment of the backward
-        pass in which each stage sends the buckets of ZeRO-1 or 2, or any that leave for the host, and at its end.
-        `stays`: sums of earlier micro-batches are there while the most are in flight."""
+        passes in which stages send the buckets of ZeRO-1 or 2, or any that leave for the host, and at their end."""
         if not self.sends_buckets:
             return
-        layout, step, m = self.layout, self.step, self.step.spec.batch.accumulation
-        total = sum(trained for _, trained, _ in self.shards)
-        embedding = 0 if self.model.freezes or not self.first else outside(self.model, layout.tp, True, False)
-        arrived = total - embedding - sum(run.many * run.block.trained for held in self.runs for run in held)
-        sends = {
-            several: self.formulas.sending(self.shards, self._buckets, layout, several=several)
-            for several in (m > 1, m > 1 and stays)
-        }
-        fullest = self.kept(self.flight.most)[0]
-        for place, held in reversed([*enumerate(self.runs)] * (not self.flight.deferring)):
-            # By whether there are sums of earlier micro-batches: nothing else changes what the backward pass needs.
-            passes = {m > 1: self.kept_of([(each <= place) / step.slices for each in range(len(self.runs))])}
-            if layout.zero == 2 and layout.accumulate == "sharded":  # every micro-batch sends
-                passes[m > 1 and stays] = max(fullest, passes.get(m > 1 and stays, fullest))
-            for several, kept in passes.items():
-                sent = sends[several], arrived
-                inside, copies, gradients = self._backward(place, True, unsent=False, modules=False, sends=sent)
-                inside += step.beside_gradient - step.gathered
-                yield MomentBytes("backward", gradients, kept + inside, communication=step.gathered + copies)
-            arrived += sum(run.many * run.block.trained for run in held)
-        copies, gradients = sends[m > 1](total)
+        step, m = self.step, self.step.spec.batch.accumulation
+        total, arrived = self._arrived
+        known = dict[tuple[int, bool], tuple[float, float, float]]()
+        for peak in self.flight.peaks:
+            if not self.sends_in(peak):
+                continue
+            several = m > 1 and (peak.last or peak.gradients[peak.place] != NONE)
+            sends = self.bucket_sends(several=several)
+            if peak.kind == "B":
+                key = peak.place, several
+                if key not in known:
+                    moment = sends, arrived[peak.place]
+                    known[key] = self._backward(peak, True, unsent=False, modules=False, sends=moment)
+                inside, copies, gradients = known[key]
+                kept = self.kept_at(peak) + inside + step.beside_gradient - step.gathered
+                yield MomentBytes("backward", gradients, kept, communication=step.gathered + copies)
+            else:  # once all are there
+                for number in self._buckets:
+                    copies, gradients = sends(number)
+                    yield MomentBytes("backward", gradients, self.kept_after(peak), communication=copies)
+        copies, gradients = self.bucket_sends(several=m > 1)(total)
         yield MomentBytes("backward", gradients, communication=copies)
+
+    def sends_in(self, peak: RankPeak) -> bool:
+        """Returns whether a stage sends buckets in a pass: the last one, or with accumulate=sharded every one."""
+        every = self.layout.zero == 2 and self.layout.accumulate == "sharded"
+        return peak.kind in ("B", "W") and (peak.last or every)
+
+    def bucket_sends(self, *, several: bool) -> Sends:
+        """Returns MemoryFormulas.sending of this rank's buckets."""
+        if several not in self._known_sends:
+            self._known_sends[several] = self.formulas.sending(self.shards, self._buckets, self.layout, several=several)
+        return self._known_sends[several]
+
+    @property
+    def _arrived(self) -> tuple[float, list[float]]:
+        """The number of parameters that have gradients, and how many of them have before each stage's backward pass."""
+        total = sum(trained for _, trained, _ in self.shards)
+        blocks = [sum(run.many * run.block.trained for run in held) for held in self.runs]
+        embedding = 0 if self.model.freezes or not self.first else outside(self.model, self.layout.tp, True, False)
+        return total, [total - embedding - sum(blocks[: place + 1]) for place in range(len(blocks))]
 
     @cached_property
     def _buckets(self) -> tuple[int, ...]:
@@ -379,35 +366,43 @@ class RankParts(LossParts):
 
     def _backward(
         self,
-        place: int,
-        gradients: bool,
+        peak: RankPeak,
+        has: bool,
         *,
         unsent: bool,
         modules: bool,
         sends: tuple[Sends, float] | None = None,
-        last: bool = True,
     ) -> tuple[float, float, float]:
         """Returns the same for one stage, its blocks and gradients on their way alone. From block to block it gives up
-        what it keeps and gets gradients of weights. Beside the first block in the backward pass, what is gathered
-        stands for what the loss leaves; beside others it comes when the widest tensors have gone. Of blocks whose
-        activations are on the host, those of the one that computes and of the one before it are here. Where buckets are
-        sent, `sends` has a function that returns what that takes, by how many parameters have gradients, and how many
-        have when the stage begins; the third number is of these."""
+        what it keeps and gets gradients of weights, unless it `has` those of an earlier micro-batch. Beside the first
+        block in the backward pass, what is gathered stands for what the loss leaves; beside others it comes when the
+        widest tensors have gone. Of blocks whose activations are on the host, those of the one that computes and of the
+        one before it are here. Where buckets are sent, `sends` has a function that returns what that takes, by how many
+        parameters have gradients, and how many have when the stage begins; the third number is of these."""
+        place = peak.place
         held, blocks = self.runs[place], self.fsdp.blocks[place]
         if not blocks:
             return self.step.stream / self.step.share, 0.0, 0.0
 
         most, given_up, arrived, sent, first, done = (-inf, 0.0, 0.0), 0.0, 0.0, 0.0, 0, 0
-        if self.flight.deferring:  # what every block has computed again waits for its weight gradients
-            inside = max(sum(block.backward) for block in blocks)
+        if peak.kind == "I":  # what every block has computed again waits for its weight gradients
             grown = [
                 run.block.deferred - (0 if run.leaves else run.block.kept) for run in held for _ in range(run.many)
             ]
             moved = max((run.moved for run in held), default=0.0)
             moved += self._deferred_head() if self.last and place == len(self.runs) - 1 else 0.0
-            each = (self.fsdp.moments(place, number, unsent=unsent, sends=last) for number in range(len(blocks)))
-            whole = max(next(moment)[1] for moment in each)
-            return inside + max(0.0, sum(grown[1:])) + moved, whole, 0.0
+            here = self.step.stream / self.step.share + max(0.0, sum(grown[1:])) + moved
+            # At work, and when it begins.
+            for number, block in enumerate(blocks):
+                (_, at_work, _), *others = self.fsdp.moments(peak, number, adds=has, unsent=unsent, sends=False)
+                begins = others[-1][1] if len(others) > 1 and self.layout.shard_ranks > 1 else 0.0
+                most = max(most, (here + block.half, at_work, 0.0), (here, begins, 0.0), key=sum)
+            return most
+        last = peak.last or not self.waits
+        gradients = has or self.state.buckets > 0 or self.sends_buckets
+        unsent = unsent and has
+        # Those of the first micro-batch of a stage wait whole where others are added to them.
+        whole_first = self.waits and not has and not peak.last
         adds = gradients and not self.memory_profile.gradients_stay and not gathers_parameters(self.layout)
         # Of gradients in flat buckets one bucket is counted already.
         bucket = 0.0 if self.layout.zero == 2 and self.layout.shard_ranks > 1 else self.bucket()
@@ -418,12 +413,13 @@ class RankParts(LossParts):
                 arrived = 0.0 if self.formulas.offloads and self.layout.pp == 1 else self.head_gradient()
             elif self.model.tied and self.first and not self.model.freezes and (unsent or not self.fsdp.units):
                 head = table(self.model, self.layout.tp) * self.width  # waits for that of the embedding
+        added = has and self.step.spec.batch.accumulation > 1 and self.layout.accumulate == "local"
         next_runs, borrowed = [*held[-2::-1], None], dict[int, float]()
         for run, later in zip(reversed(held), next_runs, strict=True):
             block, many, window = run.block, run.many, run.block.kind.block.window
             inside, stream = block.backward
             inside = block.adding if adds else block.first if alone else inside
-            sharded = self._gradients(block)
+            sharded = block.trained * self.formulas.gradient if whole_first else self._gradients(block)
             gained = (0 if gradients else sharded) + self.fsdp.summed_over_replicas(block)
             reduced = block.trained * self.formulas.gradient - sharded if unsent else 0.0
             released = 0 if run.leaves else block.kept
@@ -435,7 +431,7 @@ class RankParts(LossParts):
                     moments = [(size, *sizes(before + own)) for own, size in block.moments.items()]
                 elif self.fsdp.units:
                     gone = sent + number * reduced if last else 0.0
-                    moments = self.fsdp.moments(place, first + number, gone, unsent=unsent, sends=last)
+                    moments = self.fsdp.moments(peak, first + number, gone, adds=added, unsent=unsent, sends=last)
                 here = stream - given_up - number * released + max(0.0, arrived + number * gained - bucket)
                 # Gradients of keys and values wait for the block that has lent them.
                 here += head + sum((borrowed | ({window: block.borrowed} if number else {})).values())
@@ -476,7 +472,7 @@ class RankParts(LossParts):
         """Returns whether the loss is computed at once before ZeRO-3 fetches blocks for the backward pass and has the
         head's gradient; its formula is known for losses that save the gradient of the logits."""
         at_once = not self.logits_of and head_tiles(self.model, self.layout) == 1
-        return at_once and self.memory_profile.saves_slopes and not self.flight.deferring
+        return at_once and self.memory_profile.saves_slopes and not self.flight.splits
 
 
 Moment = Literal["loss", "forward", "backward", "optimizer", "generation"]
@@ -557,11 +553,10 @@ def needed_bytes(spec: StepSpec, limit: float = inf) -> int:
         held = flight.held
         holds = (*map(step.kinds_of, held), 0 in held, flight.stages - 1 in held)
         neighbours = tuple(later - stage == 1 for stage, later in pairwise(held))
-        stays = step.formulas.stays(spec.batch.accumulation * len(held), max(map(sum, flight.most)))
-        alike.setdefault((holds, neighbours, stays), []).append(flight)
+        alike.setdefault((holds, neighbours), []).append(flight)
     for ranks in alike.values():
         rank = RankParts(step, with_all_peaks(tuple(ranks)))
-        least = rank.state.held + rank.kept(rank.flight.most)[0] + step.context()
+        least = rank.state.held + rank.fullest[0] + step.context()
         least = max(least, overfull(spec.cluster, *rank.beside()))
         if least > limit:  # without anything that is there for a moment
             return ceil(least)
@@ -590,100 +585,117 @@ class StepMoments:
     """The moments of a step at which a rank may be fullest."""
 
     def __init__(self, rank: RankParts, state: StateBytes, generated: GenerationBytes):
-        flight, batch = rank.flight, rank.step.spec.batch
         self.rank, self.state, self.fsdp, self.generated = rank, state, rank.fsdp, generated
         # Programs that keep all parameters whole under pp were measured with more.
-        self.unsent = state.unsent > 0 and not rank.memory_profile.whole_under_pp
+        self.unsent = state.waiting > 0 and not rank.memory_profile.whole_under_pp
         """Whether all gradients of ZeRO-3 wait for the last backward pass."""
-        self.kept, self.in_flight = rank.kept(flight.most)
         self.gathered, self.head = rank.whole()
-        self.in_loss, self.bucket = self.fsdp.fetched_in_loss(), rank.bucket()
-        self.whole = self.gathered + self.head * (not self.unsent and not self.fsdp.outside_waits)
-        self.passes, self.updates_each = batch.accumulation * len(flight.held), stashes(rank.layout)
-        # Where all are in flight at once, none has left gradients yet.
-        self.stays = rank.step.formulas.stays(self.passes, max(map(sum, flight.most))) and not self.updates_each
-        """Whether gradients of earlier micro-batches are there while the most are in flight."""
-        self.early = self._gradients(self.stays)
+        self.bucket = rank.bucket()
+        self.passes, self.updates_each = rank.step.spec.batch.accumulation * len(rank.flight.held), stashes(rank.layout)
+
+        self._known_forward = dict[tuple[int, tuple[int, ...]], tuple[float, float]]()
+        self._known_loss = dict[tuple[int, tuple[int, ...]], tuple[float, float]]()
 
     def __iter__(self) -> Iterator[MomentBytes]:
-        yield from self._of_passes()
-        yield from self._of_zero3()
-        yield from self._of_messages()
-        yield from self._of_other_batches()
-        if self.rank.step.spec.rollout:
-            unsent, made = 0.0 if gathers_parameters(self.rank.layout) else self.state.unsent, self.generated
+        rank, flight = self.rank, self.rank.flight
+        none = (NONE,) * len(flight.held)
+        # Where every backward pass is followed by an update, none has left gradients.
+        peaks = (peak._replace(gradients=none) if self.updates_each else peak for peak in flight.peaks)
+        for peak in peaks:
+            kind, at_end = peak.kind, peak.place == len(flight.held) - 1
+            if kind == "F":
+                yield from self._of_forward(peak)
+                if rank.last and at_end:
+                    yield self._loss(peak)
+            elif kind == "W":
+                yield from self._of_weights(peak)
+            else:
+                yield self._backward(peak)
+                if peak.last and self.fsdp.gathers_once and self.fsdp.units and self.unsent:
+                    # Sent once autograd is through.
+                    moving = self.gathered + rank.between + self.fsdp.whole_at_end(peak)
+                    yield MomentBytes("backward", self._after(peak), rank.kept_after(peak), communication=moving)
+                if rank.last and at_end and rank.model.mtp:  # before that of the main loss, whose logits are there
+                    yield self._backward(peak, modules=True)
+        yield from rank.sending()
+        if self.updates_each:
+            others = [tuple(max(0.0, count - 1) for count in counts) for counts in flight.most]
+            kept = max(map(rank.kept_of, others))
+            yield MomentBytes("optimizer", self.state.gradients + self.state.copied, kept)
+        if rank.step.spec.rollout:
+            unsent, made = 0.0 if gathers_parameters(rank.layout) else self.state.unsent, self.generated
             yield MomentBytes("generation", unsent, made.cache, made.logits, made.gathered)
 
-    def _gradients(self, stays: bool) -> float:
-        return self.state.early(stays, self.bucket) + self.fsdp.outside_waits
+    def _early(self, peak: RankPeak) -> float:
+        return self.rank.gradients(peak.gradients, self.bucket)
 
-    def _of_passes(self) -> Iterator[MomentBytes]:
-        """Yields the first backward pass while the most are in flight, the loss, and those that send gradients."""
+    def _backward(self, peak: RankPeak, *, modules: bool = False) -> MomentBytes:
+        """Returns the fullest moment of a backward pass, or of its first half."""
         rank = self.rank
-        gradients = self.stays or self.state.unsent > 0
-        again, moving = rank.backward(gradients or rank.sends_buckets, unsent=self.unsent)
+        again, moving = rank.backward(peak, unsent=self.unsent, modules=modules)
         # Losses in chunks that wait for their backward pass have one gradient of the head.
-        summed = rank.head_gradient() if rank.last and rank.logits_of and rank.flight.losses > 1 else 0
-        waiting = rank.waiting_logits(further=0) + summed
-        yield MomentBytes("backward", self.early, self.kept + again, waiting, moving + self.whole)
-        yield self._loss()
-        yield from rank.sending(stays=self.stays)
-        if rank.last and rank.model.mtp:  # before that of the main loss, whose logits are there
-            again, moving = rank.backward(gradients, unsent=self.unsent, modules=True)
-            waiting = rank.waiting_logits() + summed
-            yield MomentBytes("backward", self.early, self.kept + again, waiting, moving + self.whole)
+        summed = rank.head_gradient() if rank.last and rank.logits_of and rank.flight.losses(peak) > 1 else 0
+        waiting = rank.waiting_logits(peak, further=None if modules else 0) + summed
+        # Where gradients outside of blocks wait, that of the head is there with those of its stage.
+        first = peak.gradients[-1] == NONE and peak.place == len(rank.flight.held) - 1
+        head = self.head * (first or not (self.unsent or self.fsdp.outside_waits))
+        return MomentBytes(
+            "backward", self._early(peak), rank.kept_at(peak) + again, waiting, moving + self.gathered + head
+        )
 
-    def _loss(self) -> MomentBytes:
-        rank, (last, fetched) = self.rank, self.in_loss
+    def _loss(self, peak: RankPeak) -> MomentBytes:
+        rank, (last, fetched) = self.rank, self._in_loss(peak)
         arrives, later = rank.is_whole_loss(), self.head + fetched - last
         late = 0.0 if self.state.unsent else rank.late_bucket()
         logits, hidden = rank.logits(arriving=later if arrives else 0.0, bucket=late)
         # A loss in chunks adds to the head's gradient at once, also where others are deferred.
-        adds = bool(rank.flight.deferring) and rank.logits_of > 0 and self.passes > 1
-        gradients = max(self.early, rank.head_gradient() * adds)
+        adds = rank.flight.splits and rank.logits_of > 0 and self.passes > 1
+        gradients = max(self._early(peak), rank.head_gradient() * adds)
         moving = self.gathered + last + self.fsdp.sent_last + (0.0 if arrives else later) + rank.between
-        return MomentBytes("loss", gradients, self.kept + hidden, logits + rank.waiting_logits(), moving)
+        return MomentBytes("loss", gradients, rank.kept_at(peak) + hidden, logits + rank.waiting_logits(peak), moving)
 
-    def _of_zero3(self) -> Iterator[MomentBytes]:
-        """Yields the moments at which ZeRO-3 fetches blocks in a forward pass, or sends gradients that have waited."""
-        rank, fsdp, flight = self.rank, self.fsdp, self.rank.flight
-        if rank.waits and flight.deferring:  # sent once autograd is through
-            moving = self.gathered + rank.between + fsdp.sent_at_end()
-            yield MomentBytes("backward", self.early, communication=moving)
-        for place, counts in enumerate(flight.final if rank.waits and not flight.deferring else ()):
-            again, moving = rank.backward(True, unsent=self.unsent, place=place)
-            waiting = rank.waiting_logits(further=0)
-            yield MomentBytes("backward", self.early, rank.kept_of(counts) + again, waiting, moving + self.whole)
-        if fsdp.units and rank.layout.shard_ranks > 1 and rank.memory_profile.keeps_buckets:
-            there, saved = (0.0, sum(rank.kept_by_stage)) if fsdp.gathers_once else (self.early, self.kept)
-            for copied, inside in fsdp.fetched_in_forward():
-                moving = self.gathered + fsdp.sent_last + rank.between + copied
-                yield MomentBytes("forward", there, saved + inside, communication=moving)
-        if fsdp.gathers_once and fsdp.units and self.unsent:  # sent once autograd is through
-            moving = self.gathered + rank.between + fsdp.fetched_at_end()
-            yield MomentBytes("backward", self.early, communication=moving)
-
-    def _of_messages(self) -> Iterator[MomentBytes]:
-        """Yields the ends of forward passes, when messages to the next stage wait."""
-        rank = self.rank
+    def _of_forward(self, peak: RankPeak) -> Iterator[MomentBytes]:
+        """Yields the end of a forward pass, when messages to the next stage wait, and the moment at which ZeRO-3 has
+        most of blocks."""
+        rank, fsdp, (_, fetched) = self.rank, self.fsdp, self._in_loss(peak)
+        early, kept = self._early(peak), rank.kept_at(peak)
         # Of programs with another loss it is not known.
-        if any(rank.sends) and rank.memory_profile.saves_slopes and not rank.flight.deferring:
-            (ends, sent, later), (_, fetched) = rank.forward(), self.in_loss
-            early = self.state.early(stays=False, bucket=self.bucket)
-            yield MomentBytes("forward", early, ends, communication=sent + self.gathered + fetched)
-            yield MomentBytes("forward", self.early * self.stays, ends, communication=later + self.gathered + fetched)
+        if any(rank.sends) and rank.memory_profile.saves_slopes and not rank.flight.splits:
+            yield MomentBytes("forward", early, kept, communication=rank.sent(peak) + self.gathered + fetched)
+        if fsdp.units and rank.layout.shard_ranks > 1 and rank.memory_profile.keeps_buckets:
+            if fsdp.gathers_once:
+                early, kept = 0.0, sum(rank.kept_by_stage)
+            key = peak.place, fsdp.waits_for(peak)
+            if key not in self._known_forward:
+                self._known_forward[key] = max(fsdp.fetched_in_forward(peak), key=sum, default=(0.0, 0.0))
+            copied, inside = self._known_forward[key]
+            moving = self.gathered + fsdp.sent_last + rank.between + copied
+            yield MomentBytes("forward", early, kept + inside, communication=moving)
 
-    def _of_other_batches(self) -> Iterator[MomentBytes]:
-        """Yields backward passes for which all stages have gradients, and the optimizer's step while micro-batches are
-        in flight."""
-        rank, flight = self.rank, self.rank.flight
-        if flight.later and not self.stays and not self.updates_each:
-            again, moving = rank.backward(True, unsent=self.unsent)
-            kept, waiting = rank.kept(flight.later)[0] + again, rank.waiting_logits(later=True)
-            yield MomentBytes("backward", self._gradients(True), kept, waiting, moving + self.whole)
-        if self.updates_each:
-            others = [tuple(max(0.0, count - 1) for count in counts) for counts in flight.most]
-            yield MomentBytes("optimizer", self.state.gradients + self.state.copied, rank.kept(others)[0])
+    def _in_loss(self, peak: RankPeak) -> tuple[float, float]:
+        key = peak.place, self.fsdp.waits_for(peak)
+        if key not in self._known_loss:
+            self._known_loss[key] = self.fsdp.fetched_in_loss(peak)
+        return self._known_loss[key]
+
+    def _of_weights(self, peak: RankPeak) -> Iterator[MomentBytes]:
+        """Yields the moments of the second half of a backward pass: all gradients of the stage are there beside what
+        they are computed from; then ZeRO-3 sends them."""
+        rank, place = self.rank, peak.place
+        early, moving, waiting = self._after(peak), self.gathered + rank.between, rank.waiting_logits(peak)
+        if self.fsdp.gathers_once:
+            moving += self.fsdp.fetched(peak, 0, 0)
+        if self.fsdp.units and not rank.waits:
+            early += sum(run.many * run.block.trained for run in rank.runs[place]) * self.fsdp.sum_width
+        yield MomentBytes("backward", early, rank.kept_at(peak), waiting, moving)
+        if self.fsdp.units and (peak.last or not rank.waits):
+            moving += self.fsdp.sent_at_end(place)
+            yield MomentBytes("backward", early, rank.kept_after(peak), waiting, moving)
+
+    def _after(self, peak: RankPeak) -> float:
+        """Returns the bytes of gradients when a backward pass has computed those of its stage."""
+        places = enumerate(peak.gradients)
+        return self.rank.gradients(tuple(WHOLE if n == peak.place else one for n, one in places), self.bucket)
 
 
 def _fullest(rank: RankParts, limit: float = inf) -> RankMemory:
@@ -692,8 +704,11 @@ def _fullest(rank: RankParts, limit: float = inf) -> RankMemory:
     generated = generation_bytes(rank.step.spec, rank.of_kind.items(), (rank.first, rank.last))
     state = state._replace(parameters=state.parameters + generated.reference)
     moments, at, allocated = StepMoments(rank, state, generated), MomentBytes("optimizer", -inf), 0.0
+    most = -inf
     for moment in moments:
-        at = max(at, moment, key=lambda each: each.total)
+        if (size := moment.total) <= most:
+            continue
+        at, most = moment, size
         allocated = state.fullest(at.gradients, at.activations + at.logits, at.communication)
         if allocated + context > limit + len(PARTS):  # which are rounded
             break
@@ -708,7 +723,7 @@ def _fullest(rank: RankParts, limit: float = inf) -> RankMemory:
         reserved=round(reserved) + context,
         context=context,
         moment=at.moment,
-        in_flight=moments.in_flight,
+        in_flight=rank.fullest[1],
         host=round(host),
         disk=round(disk),
     )

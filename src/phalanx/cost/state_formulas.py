@@ -47,15 +47,21 @@ class StateBytes(NamedTuple):
     gradients: Any
     """All gradients, when the optimizer begins."""
     optimizer: Any
-    unsent: Any
-    """Unsharded gradients that are there all the time: those that wait for the last micro-batch before ZeRO-2 or 3
-    sends them, and those of buckets that keep their memory."""
+    waiting: Any
+    """Unsharded gradients that wait for the last micro-batch before ZeRO-2 or 3 sends them."""
+    buckets: Any
+    """Those of buckets that keep their memory, which are there all the time."""
     beside: int
     """Whether buckets are filled beside shards of earlier micro-batches' sums (ZeRO-2)."""
     left: Any
     """Gradients on the device when the optimizer begins."""
     copied: Any
     """Their copies in its precision, and temporary tensors."""
+
+    @property
+    def unsent(self) -> Any:
+        """Unsharded gradients, once there are any."""
+        return larger(self.waiting, self.buckets)
 
     @property
     def stepping(self) -> Any:
@@ -67,10 +73,11 @@ class StateBytes(NamedTuple):
         """Parameters and optimizer state, which are there all the time."""
         return self.parameters + self.optimizer
 
-    def early(self, stays: Any, bucket: Any = 0.0) -> Any:
-        """Returns the bytes of gradients in the passes: all of them where `stays`, else those of a `bucket`, and both
-        where shards stay beside buckets that are filled."""
-        return larger(self.unsent, self.gradients * stays + bucket * (1 - stays * (1 - self.beside)))
+    def early(self, begun: Any, bucket: Any = 0.0) -> Any:
+        """Returns the bytes of gradients in the passes: all of them once they have `begun` to be there, else those of a
+        `bucket`, and both where shards stay beside buckets that are filled."""
+        there = larger(self.waiting, self.gradients) * begun
+        return larger(self.buckets, there + bucket * (1 - begun * (1 - self.beside)))
 
     def fullest(self, early: Any, activations: Any, whole: Any) -> Any:
         """Returns the bytes at the fullest moment of a step beside the context: in the passes `early` gradients,
@@ -138,21 +145,21 @@ class MemoryFormulas:
             parameters = parameters + numbers * (each[0] * versions)
             gradients = gradients + trained * (each[1] * waiting + self.profile.passing_gradient_bytes)
             optimizer = optimizer + trained * each[2]
-        unsent = 0.0
+        waiting = buckets = 0.0
         if zero > 1 and accumulate == "local" and not self.profile.reduces_each:
             # With those of dense parameters, the first of `shards`, also those of experts that no rank shares.
             _, trained, ranks = zip(*shards, strict=True)
-            unsent = sum(trained) * (ranks[0] > 1) * (self.gradient * (micro_batches > 1))
+            waiting = sum(trained) * (ranks[0] > 1) * (self.gradient * (micro_batches > 1))
         if self.profile.keeps_buckets and not self.offloads and flushes:
             _, trained, ranks = zip(*shards, strict=True)
             whole = (data_ranks > 1) & ((ranks[0] == 1) | (zero < 2))
-            unsent = larger(unsent, sum(trained) * (self.gradient * whole))
+            buckets = sum(trained) * (self.gradient * whole)
         # With an offloaded optimizer gradients have left, but for ZeRO-3's shards, which leave last, unless parameters
         # are offloaded, too.
         stay = shared * (zero == 3) * (self.resident > 0) if self.offloads else 1
         copied = self.copied(shards, data_ranks)
         beside = int(zero == 2 and accumulate == "sharded" and self.profile.keeps_buckets)
-        return StateBytes(parameters, gradients, optimizer, unsent, beside, gradients * stay, copied)
+        return StateBytes(parameters, gradients, optimizer, waiting, buckets, beside, gradients * stay, copied)
 
     def beside(self, shards: Shards) -> tuple[Any, Any]:
         """Returns the bytes in host memory and on disk of an offloaded optimizer: its state with its own parameters,

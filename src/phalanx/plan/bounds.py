@@ -36,7 +36,7 @@ from phalanx.cost.exposed import (
     window_seconds,
 )
 from phalanx.cost.held import expert_ranks
-from phalanx.cost.in_flight import Deferring, flights
+from phalanx.cost.in_flight import WHOLE, flights
 from phalanx.cost.job_spec import stages
 from phalanx.cost.rank_time import HOST_OPS, handling_seconds, starts_again
 from phalanx.cost.state_formulas import StateBytes, overfull
@@ -54,6 +54,15 @@ def least_in_flight(scheduled: Scheduled, pp: int, m: int, rank: int) -> int:
     if pp == 1 or scheduled.schedule not in SCHEDULES:
         return 1
     return SCHEDULES[scheduled.schedule].in_flight(pp, m, chunks_of(*scheduled), rank)
+
+
+def _enough(scheduled: Scheduled, pp: int) -> float:
+    """Returns the number of micro-batches with more than which gradients of earlier ones are there while the most are
+    in flight."""
+    if pp == 1:
+        return 1
+    known = scheduled.schedule in SCHEDULES and not SCHEDULES[scheduled.schedule].all_in_flight
+    return 2 * pp + 1 if known else inf
 
 
 Peak = tuple[NDArray[Any], NDArray[Any]]
@@ -75,8 +84,11 @@ def _peaks(
     for n in several:
         flight = flights(layout, n)[rank]
         sizes = [len(cut[stage]) for stage in flight.held]
-        moments = flight.deferring or [Deferring((), counts) for counts in flight.most]
-        blocks = {(sum(map(mul, one.in_flight, sizes)), sum(map(mul, one.deferred, sizes))) for one in moments}
+        passes = [one for one in flight.peaks if one.kind in ("B", "I")]
+        # Gradients are counted for all stages if any pass has them.
+        if n > _enough(scheduled, layout.pp):
+            passes = [one for one in passes if min(one.gradients) == WHOLE] or passes
+        blocks = {(sum(map(mul, one.in_flight, sizes)), sum(map(mul, one.deferred, sizes))) for one in passes}
         most, front = -1.0, list[tuple[float, float]]()
         for live, waiting in sorted(blocks, reverse=True):
             if waiting > most:
@@ -122,9 +134,15 @@ def rank_activations(
     runs = runs and pp > 1 and slices == 1 and scheduled.schedule in SCHEDULES
     peaks = _peaks(tables.request.model, layout, share.least, several, rank, runs)
     kept = np.maximum.reduce([live[which] * stays + waiting[which] * waits for live, waiting in peaks])
-    moving = least[..., 1] + least[..., 2] if pp > 1 else least[..., 1]
-    moving = np.maximum(moving, loss) if share.head else moving
-    return kept + moving / slices
+    # Where backward passes are split, the most can be in flight when weight gradients are computed.
+    moving = 0 if splits_backward(layout) else least[..., 1]
+    moving = moving + least[..., 2] if pp > 1 else moving
+    if not share.head:
+        return kept + moving / slices
+    if pp == 1 or (scheduled.schedule in SCHEDULES and chunks_of(*scheduled) == 1):
+        return kept + np.maximum(moving, loss) / slices
+    # The last of several stages may have its loss when fewer are in flight.
+    return np.maximum(kept + moving / slices, loss / slices)
 
 
 @lru_cache(1024)
@@ -146,6 +164,10 @@ class StepBytes:
         self.activations = self._activations(np.zeros(len(group.shares)))
         self.states: dict[tuple[int, str], StateBytes] = {}
         self.whole: dict[bool, tuple[Floats, Floats]] = {}
+
+    @property
+    def layout(self) -> Layout:
+        return _changed(self.tables.space.base, pp=self.pp, schedule=self.group.scheduled.schedule)
 
     def _activations(self, apart: Floats) -> Floats:
         """Returns the least bytes of activations at the peak, less those that are `apart` and not there in the loss,
@@ -169,7 +191,8 @@ class StepBytes:
             if not self.tables.request.model.freezes:
                 layout = _changed(self.tables.space.base, pp=self.pp, accumulate=accumulate)
                 sent = self.formulas.sent_last(self._outside(reshard), self.m, layout)
-                whole = whole + sent * self.group.shared
+                # In a pipeline they are there once a backward pass has been.
+                whole = whole + sent * self.group.shared * (self._stays if self.pp > 1 else 1)
         bucket = 0.0
         if zero < 3 and not self.formulas.fills_late(zero):
             bucket = self.formulas.bucket(self.shards, self.group.data_ranks, self.tables.space.base)
@@ -187,8 +210,7 @@ class StepBytes:
     @cached_property
     def _stays(self) -> Floats:
         """Whether gradients of earlier micro-batches are there while the most are in flight."""
-        several = 2 * self.pp + 1 if self.entry is not None and not self.entry.all_in_flight else inf
-        return self.formulas.stays(self.m, 1 if self.pp == 1 else several)
+        return self.formulas.stays(self.m, _enough(self.group.scheduled, self.pp))
 
     def _whole(self, reshard: bool) -> tuple[Floats, Floats]:
         """Returns the bytes of unsharded parameters of ZeRO-3, and of activations beside them: in the loss no block is
@@ -215,7 +237,8 @@ class StepBytes:
                 for share in group.shares
             ]
             each = self.formulas.width * group.shared
-            numbers: Floats = np.stack(blocks) * np.asarray(each, float)
+            there = every or not splits_backward(self.layout)  # none where weight gradients are computed
+            numbers: Floats = np.stack(blocks) * np.asarray(each * there, float)
             apart = numbers * (not every) - last * self.formulas.width * lingers * (group.ranks[0] > 1)
             activations = self._activations(apart)
             self.whole[reshard] = numbers + self._outside(reshard) * each, activations
@@ -459,7 +482,7 @@ class Bounds:
         kept = np.add.reduce([number * tables.kept(kind) for kind, number in tables.whole.blocks])[tables.inner_of]
         counts = np.split(tables.counts(tables.whole)[tables.inner_of].T / self.pp, 2)
         state = self._state(every, counts, 3)
-        memory = state.fullest(state.unsent, kept / self.pp, 0.0)
+        memory = state.fullest(state.buckets, kept / self.pp, 0.0)
         return time * (1 - ROUNDING), memory * (1 - ROUNDING) + self.context
 
     def options(
@@ -627,7 +650,7 @@ class Bounds:
         tables, inner, m = self.tables, self.tables.inner_of[pairs], self.space.accumulation[pairs]
         most, loss, buffer = int(m.max()), tables.loss(inner), self.formulas.buffer(self.data_ranks[pairs])
         room, different = (limit - self.context[pairs]) / (1 - ROUNDING), _different(m)
-        kinds, rooms = dict[BlockKind, Floats](), dict[RankContents, Floats]()
+        kinds, rooms = dict[BlockKind, Floats](), dict[tuple[RankContents, float], Floats]()
         found = np.empty((len(pairs), len(schedules), len(RECOMPUTE), len(STATES)), bool)
         for place, scheduled in enumerate(schedules):
             which = self.space.schedules[scheduled]
@@ -638,18 +661,18 @@ class Bounds:
             kinds |= {
                 kind: tables.activations(kind, slice(None), inner) for kind, _ in share.blocks if kind not in kinds
             }
-            if share not in rooms:
-                counts = np.split(tables.counts(share)[inner].T, 2)
+            if (share, _enough(which, pp)) not in rooms:
+                counts, stays = np.split(tables.counts(share)[inner].T, 2), self.formulas.stays(m, _enough(which, pp))
                 states = {
                     key: self._state(pairs, counts, *key) for key in {(one.zero, one.accumulate) for one in STATES}
                 }
                 left = {
-                    key: np.where(state.held + state.stepping <= room, room - state.held - state.unsent, -inf)
+                    key: np.where(state.held + state.stepping <= room, room - state.held - state.early(stays), -inf)
                     for key, state in states.items()
                 }
-                rooms[share] = np.stack([left[one.zero, one.accumulate] for one in STATES], 1)
+                rooms[share, _enough(which, pp)] = np.stack([left[one.zero, one.accumulate] for one in STATES], 1)
             activations = buffer + rank_activations(tables, which, pp, different, share, rank, kinds, loss)
-            found[:, place] = activations.T[..., None] <= rooms[share][:, None]
+            found[:, place] = activations.T[..., None] <= rooms[share, _enough(which, pp)][:, None]
         return found
 
     def _sending(self, pairs: NDArray[Any], pp: int, scheduled: int) -> Floats:

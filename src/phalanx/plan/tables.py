@@ -34,7 +34,7 @@ from phalanx.cost.held import (
 )
 from phalanx.cost.in_flight import flights
 from phalanx.cost.job_spec import stages
-from phalanx.cost.rank_memory import LossParts
+from phalanx.cost.loss_memory import LossParts
 from phalanx.cost.rank_time import around_time, half_times
 from phalanx.cost.spec import StepSpec
 from phalanx.cost.state_formulas import Shards

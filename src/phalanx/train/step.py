@@ -66,7 +66,9 @@ class Memory:
         step = StepParts(rank_spec(self.job, self.vocab_size, self.device.type))
         rank = RankParts(step, step.flights[self.pp_rank])
         state = rank.state
-        activations = rank.kept(rank.flight.most)[0] + rank.backward(gradients=True)[0]
+        activations = rank.fullest[0] + max(
+            rank.backward(peak, unsent=False)[0] for peak in rank.flight.peaks if peak.kind in ("B", "I")
+        )
         logits = rank.logits()[0] + rank.waiting_logits()
         parts = {
             "parameters": state.parameters,
