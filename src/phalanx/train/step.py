@@ -18,6 +18,7 @@ from phalanx.axes.catalogue import unbalanced
 from phalanx.blocks.parameters import parameter_shapes
 from phalanx.comm.axis import Pending
 from phalanx.config.job import IGNORE, Job
+from phalanx.cost.in_flight import WHOLE
 from phalanx.cost.job_spec import rank_spec
 from phalanx.cost.rank_memory import RankParts, StepParts
 from phalanx.data.loader import MicroBatch
@@ -66,9 +67,9 @@ class Memory:
         step = StepParts(rank_spec(self.job, self.vocab_size, self.device.type))
         rank = RankParts(step, step.flights[self.pp_rank])
         state = rank.state
-        activations = rank.fullest[0] + max(
-            rank.backward(peak, unsent=False)[0] for peak in rank.flight.peaks if peak.kind in ("B", "I")
-        )
+        counted = (WHOLE,) * len(rank.flight.held)  # gradients are a part of their own
+        passes = (peak._replace(gradients=counted) for peak in rank.flight.peaks if peak.kind in ("B", "I"))
+        activations = rank.fullest[0] + max(rank.backward(peak, unsent=False)[0] for peak in passes)
         logits = rank.logits()[0] + rank.waiting_logits()
         parts = {
             "parameters": state.parameters,
