@@ -224,7 +224,7 @@ def limited(ranks, model: ModelConfig, phase: str, layout: Layout) -> str:
     ("model", "phase", "layout", "said"),
     [
         (WIDER, "build", Layout(), "parameters: it is predicted to need parameters 297.8MiB"),
-        (WIDE, "update", Layout(), "optimizer: it is predicted to need parameters 51.7MiB"),
+        (WIDER, "update", Layout(), "optimizer: it is predicted to need parameters 297.8MiB"),
         (LONG, "step", Layout(), "nearest remedy for its activations: layout.recompute=selective"),
         (LONG, "step", Layout(recompute="selective"), "nearest remedy for its activations: layout.recompute=full"),
         (WIDE, "step", Layout(dp_shard=2, zero=1), "nearest remedy for its gradients: layout.zero=2"),
