@@ -42,7 +42,7 @@ MOST_LINES = {
     "dryrun": 2719,
     "evaluate": 690,
     "exchange": 2685,
-    "foreign": 4726,
+    "foreign": 4728,
     "generate": 1719,
     "graph": 2140,
     "launch": 8325,

@@ -350,7 +350,21 @@ def test_launchers_say_how_many_devices_there_are(tmp_path, launcher, nodes, eac
     assert theirs.unknown == ()
 
 
-def test_processes_that_nodes_do_not_share_evenly_are_refused(tmp_path):
-    text = GPT.replace("torchrun --nproc_per_node $GPUS_PER_NODE --nnodes $NNODES", "srun -N 3 -n 32 python")
-    with pytest.raises(JobError, match="-n: 32 processes on 3 nodes"):
+@pytest.mark.parametrize(
+    ("launcher", "said"),
+    [
+        ("srun -N 3 -n 32 python", "32 processes are not 3 nodes × 10"),
+        ("srun -n 10 --ntasks-per-node=4 python", "10 processes are not 2 nodes × 4"),
+        ("srun -N 2 -n 16 --ntasks-per-node=4 python", "16 processes are not 2 nodes × 4"),
+    ],
+)
+def test_processes_that_nodes_do_not_share_evenly_are_refused(tmp_path, launcher, said):
+    """The last two were read as 2 nodes of 5 and of 8."""
+    text = GPT.replace("torchrun --nproc_per_node $GPUS_PER_NODE --nnodes $NNODES", launcher)
+    with pytest.raises(JobError, match=said):
         script(tmp_path, text=text)
+
+
+def test_nodes_that_are_assumed_say_so(tmp_path):
+    text = GPT.replace("torchrun --nproc_per_node $GPUS_PER_NODE --nnodes $NNODES", "mpirun -np 64 python")
+    assert any("nodes of 8 devices" in each.how for each in script(tmp_path, text=text).became)

@@ -203,20 +203,22 @@ def launched(fields: Fields) -> None:
     """Sets the cluster's nodes and devices from torchrun's or Slurm's options."""
     nodes, each = fields.take("nnodes", str, ""), fields.take("nproc_per_node", str, "")
     nodes = nodes.partition(":")[2] or nodes  # torchrun's MIN:MAX
-    if total := fields.take("processes", int, 0):
-        count = int(nodes) if nodes.isdigit() else total // int(each) if each.isdigit() and int(each) else 0
-        count = count or -(-total // 8)
-        if total % count:
-            text = f"{total} processes on {count} nodes are not the same number on each"
+    total = fields.take("processes", int, 0)
+    if total and (nodes.isdigit() or each.isdigit()):
+        count = int(nodes) if nodes.isdigit() else max(1, total // max(1, int(each)))
+        per_node = int(each) if each.isdigit() else total // max(1, count)
+        if count * per_node != total:
+            text = f"{total} processes are not {count} nodes × {per_node}: give numbers that go together"
             fields.problems.append(f"{fields.origin('processes')}: {text}")
-        nodes, each = str(count), str(total // count)
+        nodes, each, total = str(count), str(per_node), 0
     for name, text, path in (("nnodes", nodes, "cluster.nodes"), ("nproc_per_node", each, "cluster.devices_per_node")):
         if text.isdigit():
             fields.set(path, int(text), (name, "processes"))
         elif text:
             fields.leave(name, "the number of devices is the cluster's", affects=False)
-    if devices := fields.first("world_size", "num_gpus"):
-        name, per_node = "num_gpus" if fields.has("num_gpus") else "world_size", min(8, devices)
+    if devices := fields.first("world_size", "num_gpus") or total:
+        known = (name for name in ("num_gpus", "world_size") if fields.has(name))
+        name, per_node = next(known, "processes"), min(8, devices)
         fields.set("cluster.nodes", -(-devices // per_node), name, f"nodes of {per_node} devices")
         fields.set("cluster.devices_per_node", per_node, name)
 
